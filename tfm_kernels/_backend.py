@@ -1,0 +1,123 @@
+"""The backends' names, how one is chosen for a call, and how the choice is explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
+
+_forced: str | None = None  # set by use_backend(); a plain global, because a ContextVar breaks fullgraph compilation
+
+
+class BackendError(RuntimeError):
+    """A backend that was asked for by name cannot run the call; the message says why."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """How one public function meets its backends.
+
+    Attributes:
+        name: the public function's name.
+        support: backend -> function(call) that answers None ("I can") or one sentence why not.
+        prefer: function(call) -> backends in the order of automatic choice.
+        describe: checks the public function's arguments and returns the ``call`` that the other two read.
+    """
+
+    name: str
+    support: Mapping[str, Callable[[Any], str | None]]
+    prefer: Callable[[Any], tuple[str, ...]]
+    describe: Callable[..., Any]
+
+
+OPS: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Makes an op known to explain() and to the tests' op x backend matrix."""
+    OPS[op.name] = op
+    return op
+
+
+def select(op: Op, call: Any, backend: str | None) -> str:
+    """The backend that will run ``call``: the named one or BackendError, else the first preferred one that can."""
+    name = backend if backend is not None else _forced
+    if name is not None:
+        reason = why_not(op, call, name)
+        if reason is not None:
+            raise BackendError(f"{op.name}: backend {name!r} cannot run this call: {reason}")
+        return name
+    for name in op.prefer(call):
+        if op.support[name](call) is None:
+            return name
+    raise BackendError(f"{op.name}: no backend can run this call:\n{_reasons(op, call)}")
+
+
+def why_not(op: Op, call: Any, backend: str) -> str | None:
+    """None where ``backend`` can run ``call``, else one sentence why not."""
+    if backend not in BACKENDS:
+        raise ValueError(f"{op.name}: backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+    if backend not in op.support:
+        return f"{op.name} has no {backend} kernels yet"
+    return op.support[backend](call)
+
+
+@contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Runs every op inside the ``with`` block on one backend, as if each call had named it.
+
+    The setting is process-wide. A call remembers its backend, so a backward outside the block stays on it.
+
+    Args:
+        name: "reference" | "aten" | "cpu" | "triton" | "cuda", or None for automatic choice.
+
+    Raises:
+        ValueError: no backend has this name.
+
+    Example:
+        >>> with use_backend("reference"):
+        ...     y = tfm_kernels.ops.layer_norm(x)
+    """
+    global _forced
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"use_backend: name must be one of {', '.join(BACKENDS)} or None, got {name!r}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> str:
+    """Says for one call what each backend answers, and which one automatic choice would take.
+
+    Args:
+        op: name of a function of ``tfm_kernels.ops``, such as "attention".
+        *args: the arguments of the call, as they would be passed to the function.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        One line a backend and one for the choice. Nothing is computed.
+
+    Raises:
+        ValueError: no op has this name, or the call's arguments are wrong (the same sentence as the call's own).
+
+    Example:
+        >>> print(explain("layer_norm", torch.randn(2, 8)))
+    """
+    if op not in OPS:
+        raise ValueError(f"explain: op must be one of {', '.join(sorted(OPS))}, got {op!r}")
+    entry = OPS[op]
+    kwargs.pop("backend", None)
+    call = entry.describe(*args, **kwargs)
+    chosen = select(entry, call, None)
+    why = "use_backend() asks for it" if _forced is not None else "automatic choice"
+    return f"{op}\n{_reasons(entry, call)}\n  -> {chosen} ({why})"
+
+
+def _reasons(op: Op, call: Any) -> str:
+    answers = ((name, why_not(op, call, name)) for name in BACKENDS)
+    return "\n".join(f"  {name:10}{'can' if reason is None else 'cannot: ' + reason}" for name, reason in answers)

@@ -1,0 +1,102 @@
+"""Argument checks. Every message is one sentence: "op: argument must ..., got ..."."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import dropout
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def tensor(op: str, name: str, value: object, *, optional: bool = False) -> None:
+    """Refuses anything but a tensor (or None where ``optional``)."""
+    if not (isinstance(value, Tensor) or (optional and value is None)):
+        wanted = "a tensor or None" if optional else "a tensor"
+        raise TypeError(f"{op}: {name} must be {wanted}, got {type(value).__name__}")
+
+
+def floating(op: str, **tensors: Tensor | None) -> None:
+    """Refuses tensors that are not float16, bfloat16, float32 or float64."""
+    for name, value in tensors.items():
+        if value is not None and value.dtype not in FLOATING:
+            raise ValueError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {_dtype(value)}")
+
+
+def same(op: str, **tensors: Tensor | None) -> None:
+    """Refuses tensors of different dtype or device, naming each with its own."""
+    same_device(op, **tensors)
+    given = {name: value for name, value in tensors.items() if value is not None}
+    if len({value.dtype for value in given.values()}) > 1:
+        listed = ", ".join(f"{name} {_dtype(value)}" for name, value in given.items())
+        raise ValueError(f"{op}: {_names(given)} must have one dtype, got {listed}")
+
+
+def same_device(op: str, **tensors: Tensor | None) -> None:
+    """Refuses tensors on different devices, naming each with its own."""
+    given = {name: value for name, value in tensors.items() if value is not None}
+    if len({value.device for value in given.values()}) > 1:
+        listed = ", ".join(f"{name} on {value.device} ({_dtype(value)})" for name, value in given.items())
+        raise ValueError(f"{op}: {_names(given)} must be on one device, got {listed}")
+
+
+def shape(op: str, name: str, value: Tensor | None, expected: Sequence[int], because: str) -> None:
+    """Refuses a tensor whose shape is not ``expected``; ``because`` says what it has to match."""
+    if value is not None and tuple(value.shape) != tuple(expected):
+        raise ValueError(
+            f"{op}: {name} must have shape {tuple(expected)} to match {because}, got {tuple(value.shape)}"
+        )
+
+
+def number(op: str, name: str, value: object) -> None:
+    """Refuses what is not a real number (bool, str and None among it)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+
+
+def eps(op: str, value: float) -> None:
+    """Refuses an eps that is no finite number >= 0."""
+    number(op, "eps", value)
+    if not 0.0 <= value < float("inf"):
+        raise ValueError(f"{op}: eps must be a finite number >= 0, got {value}")
+
+
+def probability(op: str, name: str, value: float) -> None:
+    """Refuses what does not lie in [0, 1]."""
+    number(op, name, value)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{op}: {name} must lie in [0, 1], got {value}")
+
+
+def seed(op: str, dropout_p: float, value: Tensor | None, device: torch.device) -> Tensor | None:
+    """The seed a call will use: None without dropout, the given one, or a fresh draw from torch's generator."""
+    probability(op, "dropout_p", dropout_p)
+    tensor(op, "seed", value, optional=True)
+    if value is not None:
+        if value.dtype != torch.int64 or value.dim() != 0:
+            raise ValueError(
+                f"{op}: seed must be an int64 tensor of shape (), got {_dtype(value)} of shape {tuple(value.shape)}"
+            )
+        if value.device != device:
+            raise ValueError(f"{op}: seed must be on {device}, the call's device, got {value.device}")
+    if dropout_p == 0.0:
+        return None
+    return dropout.draw_seed(device) if value is None else value
+
+
+def choice(op: str, name: str, value: object, allowed: Sequence[str]) -> None:
+    """Refuses a value that is not among ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _names(given: dict[str, Tensor]) -> str:
+    names = list(given)
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

@@ -1,0 +1,129 @@
+"""The registered operators: one schema and one fake for every compiled backend of an op, and one autograd rule.
+
+Importing this module loads the compiled CPU extension where there is one; its kernels register themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+NAMESPACE = "tfm_kernels"
+_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "triton": "CUDA"}
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # kept alive: its registrations die with it
+
+
+def _load(name: str) -> tuple[ModuleType | None, str]:
+    try:
+        return importlib.import_module(f"{NAMESPACE}.{name}"), ""
+    except ModuleNotFoundError:
+        return None, "the C++ extension was not built; `pip install --no-build-isolation .` builds it"
+    except ImportError as error:
+        reason = str(error).splitlines()[0]
+        return None, (
+            f"the C++ extension does not load with torch {torch.__version__} ({reason}); "
+            "`pip install --no-build-isolation --force-reinstall --no-deps .` builds it anew"
+        )
+
+
+cpu_extension, cpu_missing = _load("_C")
+
+
+def declare(
+    name: str, schema: str, fake: Callable[..., Any], backends: Sequence[str]
+) -> dict[str, torch._ops.OpOverload]:
+    """Defines ``<name>_<backend>`` for each compiled backend, all with one schema and one fake.
+
+    Args:
+        name: op and direction, such as "layer_norm_fwd".
+        schema: arguments and returns in torch.library's language, without a name: "(Tensor x) -> Tensor".
+        fake: the same signature; returns empty tensors of the right shape, dtype and device.
+        backends: which of "cpu", "triton", "cuda" have kernels for it.
+
+    Returns:
+        backend -> the operator to call.
+    """
+    overloads = {}
+    for backend in backends:
+        _library.define(f"{name}_{backend}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{NAMESPACE}::{name}_{backend}", fake, lib=_library)
+        overloads[backend] = getattr(getattr(torch.ops, NAMESPACE), f"{name}_{backend}").default
+    return overloads
+
+
+def missing(name: str, backend: str) -> str | None:
+    """None where the kernel of ``<name>_<backend>`` is registered, else one sentence why it is not."""
+    qualified = f"{NAMESPACE}::{name}_{backend}"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, _DISPATCH_KEYS[backend]):
+        return None
+    return cpu_missing or f"the C++ extension holds no {name}; `pip install --no-build-isolation .` builds it anew"
+
+
+def differentiate(
+    forward: Mapping[str, Any],
+    backward: Mapping[str, Any],
+    save: Callable[[Any, tuple, tuple], None],
+    gradients: Callable[..., tuple],
+) -> Callable[..., tuple]:
+    """Joins the forward and backward operators of an op into its one differentiable function.
+
+    The rule serves two doors: an autograd.Function outside the operators, which is the fast one and the one that
+    compiled code sees, and register_autograd on the forward operator, so that exported programs can be trained. The
+    backward operators raise when they are differentiated again: a double backward must not be silently wrong.
+
+    Args:
+        forward: backend -> forward operator, as declare() returned it.
+        backward: backend -> backward operator.
+        save: save(ctx, arguments, outputs) keeps on ctx what the gradients need.
+        gradients: gradients(ctx, backward_operator, needs, *output_gradients) returns one gradient or None per
+            argument; ``needs`` holds a bool per argument.
+
+    Returns:
+        apply(backend, *arguments) -> the forward operator's outputs, recording a graph where a gradient is needed.
+    """
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, backend: str, *arguments: Any) -> Any:
+            outputs = forward[backend](*arguments)
+            ctx.backend = backend
+            save(ctx, arguments, outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *output_gradients: Any) -> Any:
+            return None, *gradients(ctx, backward[ctx.backend], ctx.needs_input_grad[1:], *output_gradients)
+
+    for backend, operator in forward.items():
+        bwd = backward[backend]
+        torch.library.register_autograd(
+            operator._schema.name,
+            lambda ctx, *grads, _bwd=bwd: gradients(ctx, _bwd, ctx.needs_input_grad, *grads),
+            setup_context=lambda ctx, inputs, output: save(ctx, inputs, output),
+            lib=_library,
+        )
+        _refuse_double_backward(bwd)
+
+    def apply(backend: str, *arguments: Any) -> tuple:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
+            return Fused.apply(backend, *arguments)
+        return forward[backend](*arguments)
+
+    return apply
+
+
+def _refuse_double_backward(operator: Any) -> None:
+    name = operator._schema.name.removeprefix(f"{NAMESPACE}::")
+    op, backend = name.split("_bwd_")
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"{op}: the {backend} backend is differentiable once; use backend='reference' or 'aten' for a double backward"
+        )
+
+    torch.library.register_autograd(operator._schema.name, refuse, lib=_library)
