@@ -59,9 +59,7 @@ class NinjaBuild(build_ext):
         """Writes build.ninja into a folder per torch, Python and compiler, runs it, and copies the results."""
         key = f"torch-{version('torch')}-{sys.implementation.cache_tag}-{zlib.crc32(CXX.encode()):08x}"
         folder = ROOT / "build" / key
-        graph = RULES.format(
-            cxx=CXX, torch=TORCH.submodule_search_locations[0], python=sysconfig.get_path("include")
-        )
+        graph = RULES.format(cxx=CXX, torch=TORCH.submodule_search_locations[0], python=sysconfig.get_path("include"))
         for extension in self.extensions:
             objects = []
             for isa, flags in ISAS.items():

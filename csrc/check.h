@@ -1,5 +1,6 @@
-// Host checks shared by the kernels' entry points. The public functions have checked before with better words; these
-// keep a direct call of torch.ops.tfm_kernels.* from reading outside its buffers.
+// Host checks shared by the kernels' entry points. The public functions have checked before with
+// better words; these keep a direct call of torch.ops.tfm_kernels.* from reading outside its
+// buffers.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -12,7 +13,8 @@
 
 namespace tfm_kernels {
 
-inline void check_shape(const at::Tensor& t, at::IntArrayRef sizes, const char* op, const char* name) {
+inline void check_shape(const at::Tensor& t, at::IntArrayRef sizes, const char* op,
+                        const char* name) {
   TORCH_CHECK(t.sizes() == sizes, op, ": ", name, " must have shape ", sizes, ", got ", t.sizes());
 }
 
@@ -23,8 +25,9 @@ inline void check_shape(const std::optional<at::Tensor>& t, at::IntArrayRef size
 
 inline void check_floating(const at::Tensor& t, const char* op, const char* name) {
   const auto type = t.scalar_type();
-  TORCH_CHECK(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble, op,
-              ": ", name, " must be float16, bfloat16, float32 or float64, got ", type);
+  TORCH_CHECK(
+      type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble, op,
+      ": ", name, " must be float16, bfloat16, float32 or float64, got ", type);
 }
 
 // The dropout rule of a call; inactive where p is 0.
@@ -42,10 +45,11 @@ inline Dropout check_dropout(double p, const std::optional<at::Tensor>& seed, co
 }
 
 // Row numbers for the dropout counter: null where rows count up from 0.
-inline const int64_t* check_rows(const std::optional<at::Tensor>& rows, int64_t count, const char* op) {
+inline const int64_t* check_rows(const std::optional<at::Tensor>& rows, int64_t count,
+                                 const char* op) {
   if (!rows) return nullptr;
-  TORCH_CHECK(rows->scalar_type() == at::kLong && rows->is_contiguous() && rows->numel() == count, op,
-              ": dropout_rows must be a contiguous int64 tensor of ", count, " elements");
+  TORCH_CHECK(rows->scalar_type() == at::kLong && rows->is_contiguous() && rows->numel() == count,
+              op, ": dropout_rows must be a contiguous int64 tensor of ", count, " elements");
   return rows->const_data_ptr<int64_t>();
 }
 

@@ -1,4 +1,5 @@
-// The Python module tfm_kernels._C. Importing it registers the CPU kernels; build_info() says what it was built for.
+// The Python module tfm_kernels._C. Importing it registers the CPU kernels; build_info() says what
+// it was built for.
 #include <pybind11/pybind11.h>
 #include <torch/headeronly/version.h>
 

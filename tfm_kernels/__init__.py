@@ -1,9 +1,9 @@
 """Fused Transformer layers for PyTorch: drop-in modules, and the proof that the numbers still hold."""
 
+from . import ops as ops
 from ._backend import BackendError as BackendError
 from ._backend import explain as explain
 from ._backend import use_backend as use_backend
 from .mask import Mask as Mask
-from . import ops as ops  # noqa: I001  (after the leaves it stands on)
 
 __version__ = "0.1.0"

@@ -23,7 +23,7 @@ def floating(op: str, **tensors: Tensor | None) -> None:
     """Refuses tensors that are not float16, bfloat16, float32 or float64."""
     for name, value in tensors.items():
         if value is not None and value.dtype not in FLOATING:
-            raise ValueError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {_dtype(value)}")
+            raise ValueError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {dtype_name(value)}")
 
 
 def same(op: str, **tensors: Tensor | None) -> None:
@@ -31,7 +31,7 @@ def same(op: str, **tensors: Tensor | None) -> None:
     same_device(op, **tensors)
     given = {name: value for name, value in tensors.items() if value is not None}
     if len({value.dtype for value in given.values()}) > 1:
-        listed = ", ".join(f"{name} {_dtype(value)}" for name, value in given.items())
+        listed = ", ".join(f"{name} {dtype_name(value)}" for name, value in given.items())
         raise ValueError(f"{op}: {_names(given)} must have one dtype, got {listed}")
 
 
@@ -39,16 +39,14 @@ def same_device(op: str, **tensors: Tensor | None) -> None:
     """Refuses tensors on different devices, naming each with its own."""
     given = {name: value for name, value in tensors.items() if value is not None}
     if len({value.device for value in given.values()}) > 1:
-        listed = ", ".join(f"{name} on {value.device} ({_dtype(value)})" for name, value in given.items())
+        listed = ", ".join(f"{name} on {value.device} ({dtype_name(value)})" for name, value in given.items())
         raise ValueError(f"{op}: {_names(given)} must be on one device, got {listed}")
 
 
 def shape(op: str, name: str, value: Tensor | None, expected: Sequence[int], because: str) -> None:
     """Refuses a tensor whose shape is not ``expected``; ``because`` says what it has to match."""
     if value is not None and tuple(value.shape) != tuple(expected):
-        raise ValueError(
-            f"{op}: {name} must have shape {tuple(expected)} to match {because}, got {tuple(value.shape)}"
-        )
+        raise ValueError(f"{op}: {name} must have shape {tuple(expected)} to match {because}, got {tuple(value.shape)}")
 
 
 def number(op: str, name: str, value: object) -> None:
@@ -78,7 +76,7 @@ def seed(op: str, dropout_p: float, value: Tensor | None, device: torch.device) 
     if value is not None:
         if value.dtype != torch.int64 or value.dim() != 0:
             raise ValueError(
-                f"{op}: seed must be an int64 tensor of shape (), got {_dtype(value)} of shape {tuple(value.shape)}"
+                f"{op}: seed must be an int64 tensor of shape (), got {dtype_name(value)} of shape {tuple(value.shape)}"
             )
         if value.device != device:
             raise ValueError(f"{op}: seed must be on {device}, the call's device, got {value.device}")
@@ -87,14 +85,25 @@ def seed(op: str, dropout_p: float, value: Tensor | None, device: torch.device) 
     return dropout.draw_seed(device) if value is None else value
 
 
+def dropout_rows(op: str, value: Tensor | None, rows: int) -> None:
+    """Refuses row numbers of the random rule that are not one int64 per row."""
+    tensor(op, "dropout_rows", value, optional=True)
+    if value is not None and (value.dtype != torch.int64 or value.dim() != 1 or value.shape[0] != rows):
+        raise ValueError(
+            f"{op}: dropout_rows must be an int64 tensor of shape ({rows},), got {dtype_name(value)} of shape "
+            f"{tuple(value.shape)}"
+        )
+
+
 def choice(op: str, name: str, value: object, allowed: Sequence[str]) -> None:
     """Refuses a value that is not among ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{op}: {name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
+def dtype_name(value: Tensor | torch.dtype) -> str:
+    """The plain name of a dtype, "float32", also of a tensor's."""
+    return str(value.dtype if isinstance(value, Tensor) else value).removeprefix("torch.")
 
 
 def _names(given: dict[str, Tensor]) -> str:

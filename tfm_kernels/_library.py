@@ -32,6 +32,7 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
 
 
 cpu_extension, cpu_missing = _load("_C")
+_missing: dict[str, str | None] = {}  # filled by declare(): compiled code may read it, but not ask the dispatcher
 
 
 def declare(
@@ -52,16 +53,21 @@ def declare(
     for backend in backends:
         _library.define(f"{name}_{backend}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"{NAMESPACE}::{name}_{backend}", fake, lib=_library)
+        _missing[f"{name}_{backend}"] = _why_missing(name, backend)
         overloads[backend] = getattr(getattr(torch.ops, NAMESPACE), f"{name}_{backend}").default
     return overloads
 
 
-def missing(name: str, backend: str) -> str | None:
-    """None where the kernel of ``<name>_<backend>`` is registered, else one sentence why it is not."""
+def _why_missing(name: str, backend: str) -> str | None:
     qualified = f"{NAMESPACE}::{name}_{backend}"
     if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, _DISPATCH_KEYS[backend]):
         return None
     return cpu_missing or f"the C++ extension holds no {name}; `pip install --no-build-isolation .` builds it anew"
+
+
+def missing(name: str, backend: str) -> str | None:
+    """None where the kernel of ``<name>_<backend>`` is registered, else one sentence why it is not."""
+    return _missing[f"{name}_{backend}"]
 
 
 def differentiate(
@@ -123,7 +129,8 @@ def _refuse_double_backward(operator: Any) -> None:
 
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            f"{op}: the {backend} backend is differentiable once; use backend='reference' or 'aten' for a double backward"
+            f"{op}: the {backend} backend is differentiable once; use backend='reference' or 'aten' for a double "
+            "backward"
         )
 
     torch.library.register_autograd(operator._schema.name, refuse, lib=_library)

@@ -163,7 +163,9 @@ class Mask:
         move = lambda t: None if t is None else t.to(device)  # noqa: E731
         return replace(self, key_lengths=move(self.key_lengths), keep_matrix=move(self.keep_matrix))
 
-    def dense(self, batch: int, heads: int, queries: int, keys: int, device: torch.device | str | None = None) -> Tensor:
+    def dense(
+        self, batch: int, heads: int, queries: int, keys: int, device: torch.device | str | None = None
+    ) -> Tensor:
         """The mask written out: the definition of what it means.
 
         Args:

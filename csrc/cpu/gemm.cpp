@@ -1,5 +1,5 @@
-// gemm.h over ATen's brgemm. The matrix library brings its own instruction-set dispatch, so this file holds host code
-// only and is empty in the AVX2 and AVX-512 builds.
+// gemm.h over ATen's brgemm. The matrix library brings its own instruction-set dispatch, so this
+// file holds host code only and is empty in the AVX2 and AVX-512 builds.
 #include "gemm.h"
 
 #ifdef CPU_CAPABILITY_DEFAULT

@@ -1,7 +1,9 @@
-// Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011), the rule of tfm_kernels/dropout.py, for one row of draws.
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011), the rule of tfm_kernels/dropout.py, for one row
+// of draws.
 //
-// Key = low and high half of the seed; counter = (column / 4, low and high half of row, 0); lane = column % 4.
-// Written as loops over 16 counters at once, which every compiler turns into vector code.
+// Key = low and high half of the seed; counter = (column / 4, low and high half of row, 0); lane =
+// column % 4. Written as loops over 16 counters at once, which every compiler turns into vector
+// code.
 #pragma once
 #include <cstdint>
 
@@ -56,8 +58,7 @@ void dropout_factors(uint64_t seed, uint64_t row, int64_t first, int64_t n, uint
     const int64_t column = first + j, skip = column % 4;
     philox_block(seed, row, static_cast<uint64_t>(column - skip), draws);
     const int64_t count = n - j < kPhiloxLanes - skip ? n - j : kPhiloxLanes - skip;
-    for (int64_t i = 0; i < count; ++i)
-      factors[j + i] = draws[skip + i] >= bound ? scale : F(0);
+    for (int64_t i = 0; i < count; ++i) factors[j + i] = draws[skip + i] >= bound ? scale : F(0);
     j += count;
   }
 }

@@ -1,4 +1,5 @@
-// Storage types of the CPU kernels and their conversion to the type they compute in: float32, or float64 for float64.
+// Storage types of the CPU kernels and their conversion to the type they compute in: float32, or
+// float64 for float64.
 #pragma once
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -62,9 +63,62 @@ void narrow(const compute_t<T>* in, int64_t n, T* out) {
     using Half2 = at::vec::Vectorized<T>;
     int64_t i = 0;
     for (; i + Half2::size() <= n; i += Half2::size())
-      at::vec::convert_from_float<T>(Vec::loadu(in + i), Vec::loadu(in + i + Vec::size())).store(out + i);
+      at::vec::convert_from_float<T>(Vec::loadu(in + i), Vec::loadu(in + i + Vec::size()))
+          .store(out + i);
     for (; i < n; ++i) out[i] = static_cast<T>(in[i]);
   }
+}
+
+// The V (a scalar or a vector) that lies at p.
+template <typename V, typename C>
+V load(const C* p) {
+  if constexpr (std::is_same_v<V, C>)
+    return *p;
+  else
+    return V::loadu(p);
+}
+
+// Calls body.template operator()<V>(i) over 0..n-1: whole vectors first, then the rest one by one.
+template <typename C, typename Body>
+void for_lanes(int64_t n, Body body) {
+  using V = at::vec::Vectorized<C>;
+  int64_t i = 0;
+  for (; i + V::size() <= n; i += V::size()) body.template operator()<V>(i);
+  for (; i < n; ++i) body.template operator()<C>(i);
+}
+
+template <typename V, typename C>
+void store(C* p, V v) {
+  if constexpr (std::is_same_v<V, C>)
+    *p = v;
+  else
+    v.store(p);
+}
+
+// The sum of term.template operator()<V>(i) over 0..n-1, in four vector accumulators a block of
+// 2048 elements; the blocks are added in double, so that the error does not grow with n.
+template <typename C, typename Term>
+double sum_lanes(int64_t n, Term term) {
+  using V = at::vec::Vectorized<C>;
+  constexpr int64_t kStep = 4 * V::size(), kBlock = 2048;
+  double total = 0.0;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
+    V s0(C(0)), s1(C(0)), s2(C(0)), s3(C(0));
+    int64_t i = begin;
+    for (; i + kStep <= end; i += kStep) {
+      s0 = s0 + term.template operator()<V>(i);
+      s1 = s1 + term.template operator()<V>(i + V::size());
+      s2 = s2 + term.template operator()<V>(i + 2 * V::size());
+      s3 = s3 + term.template operator()<V>(i + 3 * V::size());
+    }
+    for (; i + V::size() <= end; i += V::size()) s0 = s0 + term.template operator()<V>(i);
+    const V s = (s0 + s1) + (s2 + s3);
+    double block = at::vec::vec_reduce_all<C>([](const V& a, const V& b) { return a + b; }, s);
+    for (; i < end; ++i) block += term.template operator()<C>(i);
+    total += block;
+  }
+  return total;
 }
 
 }  // namespace

@@ -1,0 +1,166 @@
+// layer_norm_bwd, CPU. Implements LN.4 to LN.6 of tfm_kernels/ops/layer_norm.py.
+// Owns:    one call of the kernel = a block of rows and one row each of partial dweight and dbias;
+// blocks depend on M
+//          alone, never on the number of threads, so the sums are repeatable on every machine.
+// Traffic: reads dy, z (and dz), writes dx (and dresidual, which differs from dx only under
+// dropout), M*N each. Limits:  none; float64 computes in float64, everything else in float32.
+// Source:  own work.
+#include "isa.h"
+#include "philox.h"
+#include "vec.h"
+
+namespace tfm_kernels {
+
+struct LayerNormBwd {
+  const void *dy, *dz, *z;  // (M, N), one dtype; dz may be null
+  int64_t dy_stride_m, dz_stride_m, z_stride_m;
+  const void *mean, *rstd;  // (M) in the compute type; mean null for RMSNorm
+  const void* weight;       // (N) in the compute type, or null
+  void *dx, *dresidual;     // (M, N) contiguous; dresidual null where dx serves for both
+  void *dweight, *dbias;    // (blocks, N) partial sums in the compute type, zeroed; or null
+  int64_t rows, n, block;
+  bool unbiased;
+  Dropout dropout;
+  const int64_t* dropout_rows;
+};
+
+TFM_DECLARE_KERNEL(void layer_norm_bwd(const LayerNormBwd& args, DType dtype, int64_t block,
+                                       void* scratch))
+
+inline namespace CPU_CAPABILITY {
+namespace {
+
+template <typename T>
+void rows(const LayerNormBwd& args, int64_t block, compute_t<T>* scratch) {
+  using C = compute_t<T>;
+  const int64_t n = args.n;
+  const int64_t begin = block * args.block, end = std::min(begin + args.block, args.rows);
+  C *dy = scratch, *xhat = scratch + n, *factors = scratch + 2 * n;
+  const C* weight = static_cast<const C*>(args.weight);
+  C* dweight = args.dweight ? static_cast<C*>(args.dweight) + block * n : nullptr;
+  C* dbias = args.dbias ? static_cast<C*>(args.dbias) + block * n : nullptr;
+  for (int64_t m = begin; m < end; ++m) {
+    widen(static_cast<const T*>(args.dy) + m * args.dy_stride_m, n, dy);
+    widen(static_cast<const T*>(args.z) + m * args.z_stride_m, n, xhat);
+    const C mean = args.mean ? static_cast<const C*>(args.mean)[m] : C(0);
+    const C rstd = static_cast<const C*>(args.rstd)[m];
+    for_lanes<C>(n, [&]<typename V>(int64_t i) {
+      const V x = (load<V>(xhat + i) - V(mean)) * V(rstd), d = load<V>(dy + i);
+      store(xhat + i, x);
+      if (dweight) store(dweight + i, load<V>(dweight + i) + d * x);
+      if (dbias) store(dbias + i, load<V>(dbias + i) + d);
+      if (weight) store(dy + i, d * load<V>(weight + i));
+    });
+    const double dot =
+        sum_lanes<C>(n, [&]<typename V>(int64_t i) { return load<V>(dy + i) * load<V>(xhat + i); });
+    const double sum =
+        args.mean ? sum_lanes<C>(n, [&]<typename V>(int64_t i) { return load<V>(dy + i); }) : 0.0;
+    const C along = static_cast<C>(dot / static_cast<double>(args.unbiased ? n - 1 : n));
+    const C offset = static_cast<C>(sum / static_cast<double>(n));
+    for_lanes<C>(n, [&]<typename V>(int64_t i) {
+      store(dy + i, V(rstd) * (load<V>(dy + i) - V(offset) - load<V>(xhat + i) * V(along)));
+    });
+    if (args.dz) {
+      widen(static_cast<const T*>(args.dz) + m * args.dz_stride_m, n, xhat);
+      for_lanes<C>(
+          n, [&]<typename V>(int64_t i) { store(dy + i, load<V>(dy + i) + load<V>(xhat + i)); });
+    }
+    if (args.dresidual) {
+      narrow(dy, n, static_cast<T*>(args.dresidual) + m * n);
+      const int64_t row = args.dropout_rows ? args.dropout_rows[m] : m;
+      dropout_factors(args.dropout.seed, row, 0, n, args.dropout.bound,
+                      static_cast<C>(args.dropout.scale), factors);
+      for (int64_t i = 0; i < n; ++i) dy[i] = factors[i] == C(0) ? C(0) : dy[i] * factors[i];
+    }
+    narrow(dy, n, static_cast<T*>(args.dx) + m * n);
+  }
+}
+
+}  // namespace
+
+void layer_norm_bwd(const LayerNormBwd& args, DType dtype, int64_t block, void* scratch) {
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    rows<T>(args, block, static_cast<compute_t<T>*>(scratch));
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels
+
+#ifdef CPU_CAPABILITY_DEFAULT
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "../check.h"
+#include "layer_norm.h"
+
+namespace tfm_kernels {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
+    const at::Tensor& dy, const OptionalTensor& dz, const at::Tensor& z, const at::Tensor& mean,
+    const at::Tensor& rstd, const OptionalTensor& weight, bool rms, bool unbiased, double dropout_p,
+    const OptionalTensor& seed, const OptionalTensor& dropout_rows, bool need_dweight,
+    bool need_dbias) {
+  constexpr const char* kOp = "layer_norm_bwd_cpu";
+  check_floating(z, kOp, "z");
+  TORCH_CHECK(z.dim() >= 1 && z.size(-1) >= 1, kOp, ": z must have at least one feature");
+  const int64_t n = z.size(-1), rows = z.numel() / n;
+  check_shape(dy, z.sizes(), kOp, "dy");
+  check_shape(dz, z.sizes(), kOp, "dz");
+  check_shape(weight, {n}, kOp, "weight");
+  check_shape(mean, {rms ? 0 : rows}, kOp, "mean");
+  check_shape(rstd, {rows}, kOp, "rstd");
+  const auto dtype = z.scalar_type(), compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK(rstd.scalar_type() == compute && (rms || mean.scalar_type() == compute), kOp,
+              ": mean and rstd must be ", compute);
+  const at::Tensor dy2 = as_rows(dy, dtype), z2 = as_rows(z, dtype);
+  const at::Tensor dz2 = dz ? as_rows(*dz, dtype) : at::Tensor();
+  const at::Tensor w = as_vector(weight, compute), mu = mean.contiguous(), rs = rstd.contiguous();
+
+  LayerNormBwd args{};
+  args.dropout = check_dropout(dropout_p, seed, kOp);
+  args.dropout_rows = check_rows(dropout_rows, rows, kOp);
+  const auto options = z.options(), statistics = z.options().dtype(compute);
+  const bool split = args.dropout.active();
+  at::Tensor dx = at::empty(z.sizes(), options);
+  at::Tensor dresidual = split ? at::empty(z.sizes(), options) : at::empty({0}, options);
+  const int64_t blocks = std::clamp<int64_t>(rows * n / 32768, 1, 16);
+  at::Tensor dweight = at::zeros({blocks, need_dweight ? n : 0}, statistics);
+  at::Tensor dbias = at::zeros({blocks, need_dbias ? n : 0}, statistics);
+
+  args.dy = dy2.const_data_ptr();
+  args.dz = dz ? dz2.const_data_ptr() : nullptr;
+  args.z = z2.const_data_ptr();
+  args.dy_stride_m = dy2.stride(0);
+  args.dz_stride_m = dz ? dz2.stride(0) : 0;
+  args.z_stride_m = z2.stride(0);
+  args.mean = rms ? nullptr : mu.const_data_ptr();
+  args.rstd = rs.const_data_ptr();
+  args.weight = w.defined() ? w.const_data_ptr() : nullptr;
+  args.dx = dx.mutable_data_ptr();
+  args.dresidual = split ? dresidual.mutable_data_ptr() : nullptr;
+  args.dweight = need_dweight ? dweight.mutable_data_ptr() : nullptr;
+  args.dbias = need_dbias ? dbias.mutable_data_ptr() : nullptr;
+  args.rows = rows;
+  args.n = n;
+  args.block = (rows + blocks - 1) / blocks;
+  args.unbiased = unbiased;
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    const at::Tensor scratch = at::empty({3 * n}, statistics);
+    for (int64_t block = begin; block < end; ++block)
+      TFM_KERNEL(layer_norm_bwd)(args, dtype_of(dtype), block, scratch.mutable_data_ptr());
+  });
+  return {dx, dresidual, dweight.sum(0), dbias.sum(0)};
+}
+
+TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("layer_norm_bwd_cpu", &layer_norm_bwd_cpu); }
+
+}  // namespace
+}  // namespace tfm_kernels
+#endif

@@ -1,0 +1,176 @@
+// layer_norm_fwd, CPU. Implements LN.1 to LN.3 of tfm_kernels/ops/layer_norm.py.
+// Owns:    one call of the kernel = a range of rows; a row stays in L1 (scratch) while it is read
+// three times. Traffic: reads x (and residual), writes y (and z), M*N each; mean and rstd, M each.
+// Limits:  none; float64 computes in float64, everything else in float32.
+// Source:  own work.
+#include "isa.h"
+#include "philox.h"
+#include "vec.h"
+
+namespace tfm_kernels {
+
+struct LayerNormFwd {
+  const void *x, *residual;  // (M, N), one dtype; residual may be null
+  int64_t x_stride_m, residual_stride_m;
+  const void *weight, *bias;  // (N) in the compute type, or null
+  void *y, *z;                // (M, N) contiguous; z null without a residual
+  void *mean, *rstd;          // (M) in the compute type; mean null for RMSNorm
+  int64_t n;
+  double eps;
+  bool unbiased;
+  Dropout dropout;
+  const int64_t* dropout_rows;  // (M) or null
+};
+
+TFM_DECLARE_KERNEL(void layer_norm_fwd(const LayerNormFwd& args, DType dtype, int64_t begin,
+                                       int64_t end, void* scratch))
+
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// z = residual + dropout(x), rounded to T and back, in `sum`; `factors` is room for n more.
+template <typename T, typename C>
+void add_row(const LayerNormFwd& args, int64_t m, C* sum, C* factors) {
+  const int64_t n = args.n;
+  widen(static_cast<const T*>(args.x) + m * args.x_stride_m, n, sum);
+  if (args.dropout.active()) {
+    const int64_t row = args.dropout_rows ? args.dropout_rows[m] : m;
+    dropout_factors(args.dropout.seed, row, 0, n, args.dropout.bound,
+                    static_cast<C>(args.dropout.scale), factors);
+    // a dropped inf or NaN is dropped, not multiplied
+    for (int64_t i = 0; i < n; ++i) sum[i] = factors[i] == C(0) ? C(0) : sum[i] * factors[i];
+  }
+  widen(static_cast<const T*>(args.residual) + m * args.residual_stride_m, n, factors);
+  for_lanes<C>(
+      n, [&]<typename V>(int64_t i) { store(sum + i, load<V>(sum + i) + load<V>(factors + i)); });
+  T* z = static_cast<T*>(args.z) + m * n;
+  narrow(sum, n, z);
+  if constexpr (!std::is_same_v<T, C>) widen(z, n, sum);
+}
+
+template <typename T>
+void rows(const LayerNormFwd& args, int64_t begin, int64_t end, compute_t<T>* scratch) {
+  using C = compute_t<T>;
+  const int64_t n = args.n;
+  C *row = scratch, *out = scratch + n;
+  const C *weight = static_cast<const C*>(args.weight), *bias = static_cast<const C*>(args.bias);
+  for (int64_t m = begin; m < end; ++m) {
+    const C* x = row;
+    if (args.residual) {
+      add_row<T>(args, m, row, out);
+    } else {
+      const T* in = static_cast<const T*>(args.x) + m * args.x_stride_m;
+      if constexpr (std::is_same_v<T, C>)
+        x = in;
+      else
+        widen(in, n, row);
+    }
+    double mean = 0.0;
+    if (args.mean) {
+      mean = sum_lanes<C>(n, [&]<typename V>(int64_t i) { return load<V>(x + i); }) /
+             static_cast<double>(n);
+      static_cast<C*>(args.mean)[m] = static_cast<C>(mean);
+    }
+    const C mu = static_cast<C>(mean);
+    const double squares = sum_lanes<C>(n, [&]<typename V>(int64_t i) {
+      const V d = load<V>(x + i) - V(mu);
+      return d * d;
+    });
+    const double divisor = static_cast<double>(args.unbiased ? n - 1 : n);
+    const C rstd = static_cast<C>(1.0 / std::sqrt(squares / divisor + args.eps));
+    static_cast<C*>(args.rstd)[m] = rstd;
+
+    T* y = static_cast<T*>(args.y) + m * n;
+    C* target = out;
+    if constexpr (std::is_same_v<T, C>) target = y;
+    for_lanes<C>(n, [&]<typename V>(int64_t i) {
+      V v = (load<V>(x + i) - V(mu)) * V(rstd);
+      if (weight) v = v * load<V>(weight + i);
+      if (bias) v = v + load<V>(bias + i);
+      store(target + i, v);
+    });
+    if constexpr (!std::is_same_v<T, C>) narrow(out, n, y);
+  }
+}
+
+}  // namespace
+
+void layer_norm_fwd(const LayerNormFwd& args, DType dtype, int64_t begin, int64_t end,
+                    void* scratch) {
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    rows<T>(args, begin, end, static_cast<compute_t<T>*>(scratch));
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels
+
+#ifdef CPU_CAPABILITY_DEFAULT
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "../check.h"
+#include "layer_norm.h"
+
+namespace tfm_kernels {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
+    const at::Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+    const OptionalTensor& bias, double eps, bool rms, bool unbiased, double dropout_p,
+    const OptionalTensor& seed, const OptionalTensor& dropout_rows) {
+  constexpr const char* kOp = "layer_norm_fwd_cpu";
+  check_floating(x, kOp, "x");
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) >= 1, kOp, ": x must have at least one feature");
+  if (residual) check_floating(*residual, kOp, "residual");
+  check_shape(residual, x.sizes(), kOp, "residual");
+  const int64_t n = x.size(-1), rows = x.numel() / n;
+  check_shape(weight, {n}, kOp, "weight");
+  check_shape(bias, {n}, kOp, "bias");
+
+  const auto dtype =
+      residual ? at::promote_types(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
+  const auto compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor x2 = as_rows(x, dtype),
+                   residual2 = residual ? as_rows(*residual, dtype) : at::Tensor();
+  const at::Tensor w = as_vector(weight, compute), b = as_vector(bias, compute);
+  const auto options = x.options().dtype(dtype), statistics = x.options().dtype(compute);
+  at::Tensor y = at::empty(x.sizes(), options);
+  at::Tensor z = residual ? at::empty(x.sizes(), options) : at::empty({0}, options);
+  at::Tensor mean = at::empty({rms ? 0 : rows}, statistics), rstd = at::empty({rows}, statistics);
+
+  LayerNormFwd args{};
+  args.x = x2.const_data_ptr();
+  args.x_stride_m = x2.stride(0);
+  if (residual) {
+    args.residual = residual2.const_data_ptr();
+    args.residual_stride_m = residual2.stride(0);
+    args.z = z.mutable_data_ptr();
+    args.dropout = check_dropout(dropout_p, seed, kOp);
+    args.dropout_rows = check_rows(dropout_rows, rows, kOp);
+  }
+  args.weight = w.defined() ? w.const_data_ptr() : nullptr;
+  args.bias = b.defined() ? b.const_data_ptr() : nullptr;
+  args.y = y.mutable_data_ptr();
+  args.mean = rms ? nullptr : mean.mutable_data_ptr();
+  args.rstd = rstd.mutable_data_ptr();
+  args.n = n;
+  args.eps = eps;
+  args.unbiased = unbiased;
+  at::parallel_for(0, rows, row_grain(n), [&](int64_t begin, int64_t end) {
+    const at::Tensor scratch = at::empty({2 * n}, statistics);
+    TFM_KERNEL(layer_norm_fwd)(args, dtype_of(dtype), begin, end, scratch.mutable_data_ptr());
+  });
+  return {y, z, mean, rstd};
+}
+
+TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("layer_norm_fwd_cpu", &layer_norm_fwd_cpu); }
+
+}  // namespace
+}  // namespace tfm_kernels
+#endif

@@ -1,0 +1,382 @@
+"""layer_norm: LayerNorm and RMSNorm over the last dimension, alone or fused with dropout and the residual sum.
+
+    z    = residual + dropout(x), or x without a residual                                    (LN.1)
+    mu   = mean(z), 0 for RMSNorm;   rstd = 1 / sqrt(sum((z - mu)^2) / (N or N - 1) + eps)    (LN.2)
+    xhat = (z - mu) * rstd;          y = xhat * weight + bias                                 (LN.3)
+    g    = dy * weight
+    dz'  = rstd * (g - mean(g) - xhat * sum(g * xhat) / (N or N - 1)) + dz                     (LN.4)
+    dweight = sum over rows of dy * xhat;   dbias = sum over rows of dy                       (LN.5)
+    dresidual = dz';   dx = dropout'(dz')                                                     (LN.6)
+
+RMSNorm has mu = 0, no mean(g) and no bias. Statistics and sums are float32 (float64 for float64).
+Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; Zhang, Sennrich 2019, arXiv:1910.07467.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _check, _library
+from .._backend import Op, register, select
+from ..aten import layer_norm as aten
+from ..reference import layer_norm as reference
+
+COMPILED = ("cpu",)
+
+_SCHEMA_ARGUMENTS = (
+    "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool unbiased, "
+    "float dropout_p, Tensor? seed, Tensor? dropout_rows"
+)
+
+
+def _fwd_fake(x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dropout_rows):
+    z_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    statistics = torch.float64 if z_dtype == torch.float64 else torch.float32
+    rows = x.shape[:-1].numel()
+    y = x.new_empty(x.shape, dtype=z_dtype)
+    z = x.new_empty((0,) if residual is None else x.shape, dtype=z_dtype)
+    mean = x.new_empty((0,) if rms else (rows,), dtype=statistics)
+    return y, z, mean, x.new_empty((rows,), dtype=statistics)
+
+
+def _bwd_fake(dy, dz, z, mean, rstd, weight, rms, unbiased, dropout_p, seed, dropout_rows, need_dweight, need_dbias):
+    dresidual = z.new_empty(z.shape if dropout_p > 0.0 else (0,))  # without dropout dx serves for both
+    dweight = rstd.new_empty((z.shape[-1] if need_dweight else 0,))
+    return z.new_empty(z.shape), dresidual, dweight, rstd.new_empty((z.shape[-1] if need_dbias else 0,))
+
+
+FWD = _library.declare(
+    "layer_norm_fwd",
+    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool unbiased, float dropout_p, "
+    "Tensor? seed, Tensor? dropout_rows) -> (Tensor y, Tensor z, Tensor mean, Tensor rstd)",
+    _fwd_fake,
+    COMPILED,
+)
+BWD = _library.declare(
+    "layer_norm_bwd",
+    "(Tensor dy, Tensor? dz, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, bool rms, bool unbiased, "
+    "float dropout_p, Tensor? seed, Tensor? dropout_rows, bool need_dweight, bool need_dbias) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+    _bwd_fake,
+    COMPILED,
+)
+
+
+def _save(ctx: Any, arguments: tuple, outputs: tuple) -> None:
+    x, residual, weight, bias, _eps, rms, unbiased, dropout_p, seed, dropout_rows = arguments
+    _y, z, mean, rstd = outputs
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x if residual is None else z, weight, mean, rstd, seed, dropout_rows)
+    ctx.options = (rms, unbiased, dropout_p)
+    ctx.dtypes = (x.dtype, None if residual is None else residual.dtype, None if bias is None else bias.dtype)
+
+
+def _gradients(ctx: Any, bwd: Any, needs: tuple, dy: Any, dz: Any, _dmean: Any, _drstd: Any) -> tuple:
+    z, weight, mean, rstd, seed, dropout_rows = ctx.saved_tensors
+    x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+    has_residual = residual_dtype is not None
+    if dy is None:
+        dy = torch.zeros_like(z)
+    dx, dresidual, dweight, dbias = bwd(
+        dy, dz if has_residual else None, z, mean, rstd, weight, *ctx.options, seed, dropout_rows, needs[2], needs[3]
+    )
+    return (
+        dx.to(x_dtype) if needs[0] else None,
+        (dresidual if dresidual.numel() else dx).to(residual_dtype) if has_residual and needs[1] else None,
+        dweight.to(weight.dtype) if needs[2] else None,
+        dbias.to(bias_dtype) if needs[3] else None,
+        *[None] * 6,
+    )
+
+
+_apply = _library.differentiate(FWD, BWD, _save, _gradients)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice of a backend depends on."""
+
+    device: str
+    dtype: torch.dtype
+    rows: int
+    features: int
+    mixed: bool
+    rms: bool
+    residual: bool
+    unbiased: bool
+    dropout_p: float
+
+
+def _aten_support(call: Call) -> str | None:
+    return "PyTorch's layer_norm has no N - 1 variance" if call.unbiased else None
+
+
+def _cpu_support(call: Call) -> str | None:
+    if call.device != "cpu":
+        return f"needs a CPU tensor, got {call.device}"
+    return _library.missing("layer_norm_fwd", "cpu") or _library.missing("layer_norm_bwd", "cpu")
+
+
+SUPPORT = {"reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support}
+
+
+def PREFER(call: Call) -> tuple[str, ...]:  # noqa: N802  (the design's name for it)
+    """Backends in the order of automatic choice."""
+    return ("cpu", "aten", "reference") if call.device == "cpu" else ("aten", "reference")
+
+
+def _describe(op: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, rms) -> Call:
+    _check.tensor(op, "x", x)
+    for name, value in (("residual", residual), ("weight", weight), ("bias", bias)):
+        _check.tensor(op, name, value, optional=True)
+    _check.tensor(op, "dropout_rows", dropout_rows, optional=True)
+    _check.floating(op, x=x, residual=residual, weight=weight, bias=bias)
+    _check.same_device(op, x=x, residual=residual, weight=weight, bias=bias, dropout_rows=dropout_rows)
+    _check.eps(op, eps)
+    if not isinstance(unbiased, bool):
+        raise TypeError(f"{op}: unbiased must be a bool, got {type(unbiased).__name__}")
+    least = 2 if unbiased else 1
+    if x.dim() < 1 or x.shape[-1] < least:
+        raise ValueError(f"{op}: x must have a last dimension of at least {least}, got shape {tuple(x.shape)}")
+    _check.shape(op, "residual", residual, x.shape, f"x {tuple(x.shape)}")
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    for name, value in (("weight", weight), ("bias", bias)):
+        _check.shape(op, name, value, x.shape[-1:], f"x {tuple(x.shape)}")
+        if value is not None and value.dtype not in (dtype, torch.float32):
+            raise ValueError(
+                f"{op}: {name} must be {_check.dtype_name(dtype)} or float32 to go with x, got "
+                f"{_check.dtype_name(value.dtype)}"
+            )
+    rows = x.shape[:-1].numel()
+    _check.dropout_rows(op, dropout_rows, rows)
+    mixed = any(p is not None and p.dtype != dtype for p in (weight, bias))
+    return Call(x.device.type, dtype, rows, x.shape[-1], mixed, rms, residual is not None, unbiased, dropout_p)
+
+
+def _run(op: Op, call: Call, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, backend):
+    """The way of one call once its arguments are checked: choose, then one of three doors. Returns (y, z)."""
+    name = select(op, call, backend)
+    if name in COMPILED:
+        y, z, _, _ = _apply(name, x, residual, weight, bias, eps, call.rms, unbiased, dropout_p, seed, dropout_rows)
+        return y, z
+    module: Any = aten if name == "aten" else reference
+    z = x if residual is None else module.add(x, residual, dropout_p, seed, dropout_rows)
+    if name == "aten":
+        return aten.norm(z, weight, bias, eps, rms=call.rms), z
+    return reference.norm(z, weight, bias, eps, rms=call.rms, unbiased=unbiased), z
+
+
+def _describe_layer_norm(x, weight=None, bias=None, eps=1e-5, *, unbiased=False):
+    return _describe("layer_norm", x, None, weight, bias, eps, 0.0, None, None, unbiased, False)
+
+
+def _describe_add_layer_norm(
+    x, residual, weight=None, bias=None, eps=1e-5, *, dropout_p=0.0, seed=None, dropout_rows=None, unbiased=False
+):
+    _check.tensor("add_layer_norm", "residual", residual)
+    _check.probability("add_layer_norm", "dropout_p", dropout_p)
+    return _describe("add_layer_norm", x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, False)
+
+
+def _describe_rms_norm(x, weight=None, eps=None):
+    return _describe("rms_norm", x, None, weight, None, _rms_eps("rms_norm", eps, x), 0.0, None, None, False, True)
+
+
+def _describe_add_rms_norm(x, residual, weight=None, eps=None, *, dropout_p=0.0, seed=None, dropout_rows=None):
+    _check.tensor("add_rms_norm", "residual", residual)
+    _check.probability("add_rms_norm", "dropout_p", dropout_p)
+    eps = _rms_eps("add_rms_norm", eps, x, residual)
+    return _describe("add_rms_norm", x, residual, weight, None, eps, dropout_p, seed, dropout_rows, False, True)
+
+
+def _rms_eps(op: str, eps: float | None, *tensors: Tensor) -> float:
+    """torch's default: the machine epsilon of the input's dtype."""
+    if eps is not None:
+        return eps
+    for value in tensors:
+        _check.tensor(op, "x", value)
+        _check.floating(op, x=value)
+    dtype = tensors[0].dtype
+    for value in tensors[1:]:
+        dtype = torch.promote_types(dtype, value.dtype)
+    return torch.finfo(dtype).eps
+
+
+_LAYER_NORM = register(Op("layer_norm", SUPPORT, PREFER, _describe_layer_norm))
+_ADD_LAYER_NORM = register(Op("add_layer_norm", SUPPORT, PREFER, _describe_add_layer_norm))
+_RMS_NORM = register(Op("rms_norm", SUPPORT, PREFER, _describe_rms_norm))
+_ADD_RMS_NORM = register(Op("add_rms_norm", SUPPORT, PREFER, _describe_add_rms_norm))
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    unbiased: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Normalise the last dimension of ``x`` to zero mean and unit variance, then scale and shift.
+
+    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias                       (LN.2, LN.3)
+
+    Args:
+        x: (..., N), float16 | bfloat16 | float32 | float64. Any strides; copied if N is strided.
+        weight: (N,), dtype of ``x`` or float32, or None for no scale.
+        bias: (N,) as ``weight``, or None for no shift.
+        eps: added to the variance, inside the square root; same unit as x**2; >= 0.
+        unbiased: divide the sum of squares by N - 1 instead of N; needs N >= 2.
+        backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
+
+    Returns:
+        (..., N), dtype and device of ``x``, contiguous.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: shapes, dtypes or devices disagree (the message names argument, expected, got).
+        BackendError: ``backend`` was named and cannot run this call (the message says why).
+
+    Numerics: two-pass statistics in float32 (float64 for float64); one rounding, at the store. Deterministic.
+        Differentiable once in x, weight, bias (twice on reference and aten). A constant row gives the bias; a row with
+        an inf gives NaN in that row only.
+    Cost: moves 2*M*N*itemsize bytes forward, 3*M*N*itemsize backward; M = product of the leading dimensions.
+    Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450, eq. 3-4.
+
+    Example:
+        >>> layer_norm(torch.randn(2, 5, 8), torch.ones(8)).shape
+        torch.Size([2, 5, 8])
+    """
+    call = _describe_layer_norm(x, weight, bias, eps, unbiased=unbiased)
+    return _run(_LAYER_NORM, call, x, None, weight, bias, eps, 0.0, None, None, unbiased, backend)[0]
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    dropout_rows: Tensor | None = None,
+    unbiased: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The residual sum and the LayerNorm that follows it, in one pass over memory.
+
+    z = residual + dropout(x);   y = LayerNorm(z) * weight + bias                (LN.1 to LN.3)
+
+    Args:
+        x: (..., N), a sublayer's output, float16 | bfloat16 | float32 | float64.
+        residual: as ``x``; its dtype may differ, z then has the promoted dtype.
+        weight: (N,), dtype of z or float32, or None.
+        bias: (N,) as ``weight``, or None.
+        eps: added to the variance, inside the square root; >= 0.
+        dropout_p: probability, in [0, 1], to drop an element of ``x``; kept ones are scaled by 1 / (1 - dropout_p).
+        seed: () int64 on the call's device, or None to draw one from torch's generator.
+        dropout_rows: (M,) int64 row numbers for the random rule, None for 0 .. M-1; packed execution passes the rows
+            of the padded run, and gets its masks.
+        unbiased: divide by N - 1 instead of N.
+        backend: as in ``layer_norm``.
+
+    Returns:
+        (y, z), both (..., N), of the promoted dtype: y for the next sublayer, z for the next residual sum.
+
+    Raises:
+        TypeError, ValueError, BackendError: as in ``layer_norm``.
+
+    Numerics: z is rounded once to its dtype, and y follows from the rounded z. The dropped elements are the same on
+        every backend, forward and backward. Otherwise as ``layer_norm``.
+    Cost: moves 4*M*N*itemsize bytes forward, 4 backward (5 with dropout); the mask is never stored.
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 5.4, for the order dropout, sum, norm.
+
+    Example:
+        >>> y, z = add_layer_norm(torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), dropout_p=0.1)
+    """
+    call = _describe_add_layer_norm(
+        x, residual, weight, bias, eps,
+        dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows, unbiased=unbiased,
+    )  # fmt: skip
+    seed = _check.seed("add_layer_norm", dropout_p, seed, x.device)
+    return _run(_ADD_LAYER_NORM, call, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, backend)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float | None = None, *, backend: str | None = None
+) -> Tensor:
+    """Divide the last dimension of ``x`` by its root mean square, then scale.
+
+    y = x / sqrt(mean(x**2) + eps) * weight                                      (LN.2, LN.3 with mu = 0)
+
+    Args:
+        x: (..., N), float16 | bfloat16 | float32 | float64. Any strides.
+        weight: (N,), dtype of ``x`` or float32, or None.
+        eps: added to the mean square, inside the root; None is torch.finfo(x.dtype).eps, as in torch.
+        backend: as in ``layer_norm``.
+
+    Returns:
+        (..., N), dtype and device of ``x``, contiguous.
+
+    Raises:
+        TypeError, ValueError, BackendError: as in ``layer_norm``.
+
+    Numerics: as ``layer_norm``. Cost: 2*M*N*itemsize bytes forward, 3*M*N*itemsize backward.
+    Source: Zhang, Sennrich 2019, arXiv:1910.07467.
+
+    Example:
+        >>> rms_norm(torch.randn(2, 5, 8), torch.ones(8)).shape
+        torch.Size([2, 5, 8])
+    """
+    call = _describe_rms_norm(x, weight, eps)
+    eps = _rms_eps("rms_norm", eps, x)
+    return _run(_RMS_NORM, call, x, None, weight, None, eps, 0.0, None, None, False, backend)[0]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    dropout_rows: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The residual sum and the RMSNorm that follows it: ``add_layer_norm`` without mean and bias.
+
+    z = residual + dropout(x);   y = z / sqrt(mean(z**2) + eps) * weight         (LN.1 to LN.3 with mu = 0)
+
+    Args:
+        x: (..., N), as in ``add_layer_norm``.
+        residual: as ``x``; its dtype may differ.
+        weight: (N,), dtype of z or float32, or None.
+        eps: None is torch.finfo(dtype of z).eps.
+        dropout_p: as in ``add_layer_norm``.
+        seed: as in ``add_layer_norm``.
+        dropout_rows: as in ``add_layer_norm``.
+        backend: as in ``layer_norm``.
+
+    Returns:
+        (y, z), both (..., N), of the promoted dtype.
+
+    Raises:
+        TypeError, ValueError, BackendError: as in ``layer_norm``.
+
+    Numerics and cost: as ``add_layer_norm``.
+    Source: Zhang, Sennrich 2019, arXiv:1910.07467.
+
+    Example:
+        >>> y, z = add_rms_norm(torch.randn(2, 5, 8), torch.randn(2, 5, 8))
+    """
+    call = _describe_add_rms_norm(x, residual, weight, eps, dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows)
+    eps = _rms_eps("add_rms_norm", eps, x, residual)
+    seed = _check.seed("add_rms_norm", dropout_p, seed, x.device)
+    return _run(_ADD_RMS_NORM, call, x, residual, weight, None, eps, dropout_p, seed, dropout_rows, False, backend)
