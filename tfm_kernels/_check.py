@@ -43,10 +43,16 @@ def same_device(op: str, **tensors: Tensor | None) -> None:
         raise ValueError(f"{op}: {_names(given)} must be on one device, got {listed}")
 
 
-def shape(op: str, name: str, value: Tensor | None, expected: Sequence[int], because: str) -> None:
-    """Refuses a tensor whose shape is not ``expected``; ``because`` says what it has to match."""
-    if value is not None and tuple(value.shape) != tuple(expected):
-        raise ValueError(f"{op}: {name} must have shape {tuple(expected)} to match {because}, got {tuple(value.shape)}")
+def shape(
+    op: str, name: str, value: Tensor | None, expected: Sequence[int], to_match: str, other: Tensor | None = None
+) -> None:
+    """Refuses a tensor whose shape is not ``expected``, which follows from ``to_match``, the argument ``other``.
+
+    The sentence is put together only when it is needed: formatting shapes costs more than a small kernel.
+    """
+    if value is not None and value.shape != expected:
+        like = to_match if other is None else f"{to_match} {tuple(other.shape)}"
+        raise ValueError(f"{op}: {name} must have shape {tuple(expected)} to match {like}, got {tuple(value.shape)}")
 
 
 def number(op: str, name: str, value: object) -> None:

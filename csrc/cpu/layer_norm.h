@@ -16,11 +16,37 @@ inline DType dtype_of(at::ScalarType dtype) {
                                   : DType::f32;
 }
 
-// x as (M, N) in `dtype` with unit stride along N, without a copy where its strides allow.
-inline at::Tensor as_rows(const at::Tensor& x, at::ScalarType dtype) {
-  at::Tensor rows = x.to(dtype).reshape({x.numel() / x.size(-1), x.size(-1)});
-  return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
-}
+// x as M rows of N elements of `dtype` with unit stride along N, copied only where its strides do
+// not allow that.
+struct Rows {
+  at::Tensor owner;
+  const void* data = nullptr;
+  int64_t stride = 0;
+
+  Rows() = default;
+  Rows(const at::Tensor& x, at::ScalarType dtype) : owner(x), stride(x.size(-1)) {
+    if (x.scalar_type() != dtype || !x.is_contiguous()) {
+      owner = x.to(dtype).reshape({x.numel() / x.size(-1), x.size(-1)});
+      if (owner.stride(1) != 1 && owner.size(1) != 1) owner = owner.contiguous();
+      stride = owner.stride(0);
+    }
+    data = owner.const_data_ptr();
+  }
+};
+
+// Working memory of one thread: on the stack for the usual row lengths.
+struct Scratch {
+  alignas(64) char stack[32768];
+  at::Tensor heap;
+  void* data;
+
+  explicit Scratch(int64_t bytes) : data(stack) {
+    if (bytes > static_cast<int64_t>(sizeof(stack))) {
+      heap = at::empty({bytes}, at::kByte);
+      data = heap.mutable_data_ptr();
+    }
+  }
+};
 
 inline at::Tensor as_vector(const std::optional<at::Tensor>& t, at::ScalarType dtype) {
   return t ? t->to(dtype).contiguous() : at::Tensor();

@@ -119,8 +119,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   const auto dtype = z.scalar_type(), compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
   TORCH_CHECK(rstd.scalar_type() == compute && (rms || mean.scalar_type() == compute), kOp,
               ": mean and rstd must be ", compute);
-  const at::Tensor dy2 = as_rows(dy, dtype), z2 = as_rows(z, dtype);
-  const at::Tensor dz2 = dz ? as_rows(*dz, dtype) : at::Tensor();
+  const Rows dy2(dy, dtype), z2(z, dtype), dz2 = dz ? Rows(*dz, dtype) : Rows();
   const at::Tensor w = as_vector(weight, compute), mu = mean.contiguous(), rs = rstd.contiguous();
 
   LayerNormBwd args{};
@@ -134,12 +133,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   at::Tensor dweight = at::zeros({blocks, need_dweight ? n : 0}, statistics);
   at::Tensor dbias = at::zeros({blocks, need_dbias ? n : 0}, statistics);
 
-  args.dy = dy2.const_data_ptr();
-  args.dz = dz ? dz2.const_data_ptr() : nullptr;
-  args.z = z2.const_data_ptr();
-  args.dy_stride_m = dy2.stride(0);
-  args.dz_stride_m = dz ? dz2.stride(0) : 0;
-  args.z_stride_m = z2.stride(0);
+  args.dy = dy2.data;
+  args.dz = dz2.data;
+  args.z = z2.data;
+  args.dy_stride_m = dy2.stride;
+  args.dz_stride_m = dz2.stride;
+  args.z_stride_m = z2.stride;
   args.mean = rms ? nullptr : mu.const_data_ptr();
   args.rstd = rs.const_data_ptr();
   args.weight = w.defined() ? w.const_data_ptr() : nullptr;
@@ -152,11 +151,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   args.block = (rows + blocks - 1) / blocks;
   args.unbiased = unbiased;
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    const at::Tensor scratch = at::empty({3 * n}, statistics);
+    Scratch scratch(3 * n * rstd.element_size());
     for (int64_t block = begin; block < end; ++block)
-      TFM_KERNEL(layer_norm_bwd)(args, dtype_of(dtype), block, scratch.mutable_data_ptr());
+      TFM_KERNEL(layer_norm_bwd)(args, dtype_of(dtype), block, scratch.data);
   });
-  return {dx, dresidual, dweight.sum(0), dbias.sum(0)};
+  return {dx, dresidual, blocks == 1 ? dweight[0] : dweight.sum(0),
+          blocks == 1 ? dbias[0] : dbias.sum(0)};
 }
 
 TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("layer_norm_bwd_cpu", &layer_norm_bwd_cpu); }

@@ -136,8 +136,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   const auto dtype =
       residual ? at::promote_types(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
   const auto compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor x2 = as_rows(x, dtype),
-                   residual2 = residual ? as_rows(*residual, dtype) : at::Tensor();
+  const Rows x2(x, dtype), residual2 = residual ? Rows(*residual, dtype) : Rows();
   const at::Tensor w = as_vector(weight, compute), b = as_vector(bias, compute);
   const auto options = x.options().dtype(dtype), statistics = x.options().dtype(compute);
   at::Tensor y = at::empty(x.sizes(), options);
@@ -145,11 +144,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   at::Tensor mean = at::empty({rms ? 0 : rows}, statistics), rstd = at::empty({rows}, statistics);
 
   LayerNormFwd args{};
-  args.x = x2.const_data_ptr();
-  args.x_stride_m = x2.stride(0);
+  args.x = x2.data;
+  args.x_stride_m = x2.stride;
   if (residual) {
-    args.residual = residual2.const_data_ptr();
-    args.residual_stride_m = residual2.stride(0);
+    args.residual = residual2.data;
+    args.residual_stride_m = residual2.stride;
     args.z = z.mutable_data_ptr();
     args.dropout = check_dropout(dropout_p, seed, kOp);
     args.dropout_rows = check_rows(dropout_rows, rows, kOp);
@@ -163,8 +162,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   args.eps = eps;
   args.unbiased = unbiased;
   at::parallel_for(0, rows, row_grain(n), [&](int64_t begin, int64_t end) {
-    const at::Tensor scratch = at::empty({2 * n}, statistics);
-    TFM_KERNEL(layer_norm_fwd)(args, dtype_of(dtype), begin, end, scratch.mutable_data_ptr());
+    Scratch scratch(2 * n * rstd.element_size());
+    TFM_KERNEL(layer_norm_fwd)(args, dtype_of(dtype), begin, end, scratch.data);
   });
   return {y, z, mean, rstd};
 }

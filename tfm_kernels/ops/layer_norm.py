@@ -143,16 +143,16 @@ def _describe(op: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_
     least = 2 if unbiased else 1
     if x.dim() < 1 or x.shape[-1] < least:
         raise ValueError(f"{op}: x must have a last dimension of at least {least}, got shape {tuple(x.shape)}")
-    _check.shape(op, "residual", residual, x.shape, f"x {tuple(x.shape)}")
+    _check.shape(op, "residual", residual, x.shape, "x", x)
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     for name, value in (("weight", weight), ("bias", bias)):
-        _check.shape(op, name, value, x.shape[-1:], f"x {tuple(x.shape)}")
+        _check.shape(op, name, value, x.shape[-1:], "x", x)
         if value is not None and value.dtype not in (dtype, torch.float32):
             raise ValueError(
                 f"{op}: {name} must be {_check.dtype_name(dtype)} or float32 to go with x, got "
                 f"{_check.dtype_name(value.dtype)}"
             )
-    rows = x.shape[:-1].numel()
+    rows = x.numel() // x.shape[-1]
     _check.dropout_rows(op, dropout_rows, rows)
     mixed = any(p is not None and p.dtype != dtype for p in (weight, bias))
     return Call(x.device.type, dtype, rows, x.shape[-1], mixed, rms, residual is not None, unbiased, dropout_p)
