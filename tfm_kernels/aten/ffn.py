@@ -1,0 +1,50 @@
+"""Backend "aten" of ffn: PyTorch's own linear layers and activations; the dropout mask by the project's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .. import dropout
+
+_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda p: F.gelu(p, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def ffn(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    activation: str,
+    gate: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    dropout_rows: Tensor | None,
+    recompute: bool,
+) -> Tensor:
+    """(M, E) -> (M, Eo); the arguments are those of ops.ffn, already checked."""
+    arguments = (x, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows)
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(_block, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return _block(*arguments)
+
+
+def _block(x, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows):
+    hidden = _ACTIVATE[activation](F.linear(x, w1, b1))
+    if gate is not None:
+        hidden = hidden * F.linear(x, gate)
+    if seed is not None:
+        rows = torch.arange(x.shape[0], device=x.device) if dropout_rows is None else dropout_rows
+        keep = dropout.keep_mask(seed, dropout_p, rows, w1.shape[0])
+        hidden = torch.where(keep, hidden * dropout.keep_scale(dropout_p), 0.0)
+    return F.linear(hidden, w2, b2)

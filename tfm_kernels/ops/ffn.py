@@ -1,0 +1,219 @@
+"""The feed-forward block of a Transformer layer: linear, activation, optional gate, dropout, linear.
+
+For rows x (M, E), weights as in nn.Linear, mask R of tfm_kernels/dropout.py at (row, hidden column):
+
+    p = x w1^T + b1                 (M, F)                                                    (FFN.1)
+    g = x gate^T                    (M, F), or 1 without a gate                               (FFN.2)
+    h = act(p) g R / (1 - dropout_p), and exactly 0 where R drops                             (FFN.3)
+    y = h w2^T + b2                 (M, Eo)                                                   (FFN.4)
+
+    dw2 = dy^T h,  db2 = sum of dy over rows,  dh = (dy w2) R / (1 - dropout_p)               (FFN.5)
+    dp = dh g act'(p),  dg = dh act(p)                                                        (FFN.6)
+    dw1 = dp^T x,  db1 = sum of dp over rows,  dgate = dg^T x,  dx = dp w1 + dg gate          (FFN.7)
+
+Residual: preact (M, F) = p, or (M, 2F) = [p, g] with a gate, in the storage dtype; (0,) where it is not saved, and then
+the backward recomputes it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _backend, _check, _library
+from ..aten import ffn as aten
+from ..reference import ffn as reference
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # the registered operators take the index
+_COMPILED = ("cpu",)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice of a backend may depend on."""
+
+    rows: int
+    width: int
+    hidden: int
+    out: int
+    dtype: torch.dtype
+    device: torch.device
+    gated: bool
+    dropout: bool
+    training: bool
+
+
+def describe(
+    x, w1, b1, w2, b2, *, activation="relu", gate=None, dropout_p=0.0, seed=None, dropout_rows=None, recompute=False
+) -> Call:
+    """Checks the arguments of ffn() and says what the backends need to know of them."""
+    tensors: dict[str, Tensor | None] = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "gate": gate}
+    for name, value in {**tensors, "dropout_rows": dropout_rows}.items():
+        _check.tensor("ffn", name, value, optional=name not in ("x", "w1", "w2"))
+    _check.choice("ffn", "activation", activation, ACTIVATIONS)
+    if not isinstance(recompute, bool):
+        raise TypeError(f"ffn: recompute must be True or False, got {type(recompute).__name__}")
+    _check.floating("ffn", **tensors)
+    _check.same("ffn", **tensors)
+    for name, value in tensors.items():
+        if value is not None and value.layout is not torch.strided:
+            raise ValueError(f"ffn: {name} must be a dense tensor, got layout {value.layout}")
+    if x.dim() == 0:
+        raise ValueError("ffn: x must have shape (..., E), got ()")
+    for name, weight, meaning in (("w1", w1, "(F, E)"), ("w2", w2, "(Eo, F)")):
+        if weight.dim() != 2:
+            raise ValueError(f"ffn: {name} must have shape {meaning}, got {tuple(weight.shape)}")
+    hidden, out, width, rows = w1.shape[0], w2.shape[0], x.shape[-1], math.prod(x.shape[:-1])
+    _check.shape("ffn", "w1", w1, (hidden, width), f"x {tuple(x.shape)}")
+    _check.shape("ffn", "w2", w2, (out, hidden), f"w1 {tuple(w1.shape)}")
+    _check.shape("ffn", "gate", gate, (hidden, width), f"w1 {tuple(w1.shape)}")
+    _check.shape("ffn", "b1", b1, (hidden,), f"w1 {tuple(w1.shape)}")
+    _check.shape("ffn", "b2", b2, (out,), f"w2 {tuple(w2.shape)}")
+    _check.probability("ffn", "dropout_p", dropout_p)
+    if seed is not None:
+        _check.seed("ffn", dropout_p, seed, x.device)
+    if dropout_rows is not None:
+        if dropout_rows.dtype != torch.int64:
+            raise ValueError(f"ffn: dropout_rows must be an int64 tensor, got {dropout_rows.dtype}")
+        _check.shape("ffn", "dropout_rows", dropout_rows, (rows,), f"the rows of x {tuple(x.shape)}")
+        _check.same_device("ffn", x=x, dropout_rows=dropout_rows)
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())
+    return Call(rows, width, hidden, out, x.dtype, x.device, gate is not None, dropout_p > 0.0, training)
+
+
+def _cpu(call: Call) -> str | None:
+    if call.device.type != "cpu":
+        return f"needs a CPU tensor, got {call.device}"
+    return _library.missing("ffn_fwd", "cpu") or _library.missing("ffn_bwd", "cpu")
+
+
+SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
+
+
+def prefer(call: Call) -> tuple[str, ...]:
+    """The order of automatic choice."""
+    if call.device.type == "cpu":
+        return ("cpu", "aten", "reference")
+    return ("aten", "reference")
+
+
+OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe))
+
+
+def _fwd_fake(x, w1, b1, w2, b2, gate, activation, dropout_p, seed, dropout_rows, save_preact):
+    columns = w1.shape[0] * (1 if gate is None else 2)
+    preact = x.new_empty((x.shape[0], columns) if save_preact else (0,))
+    return x.new_empty((x.shape[0], w2.shape[0])), preact
+
+
+def _bwd_fake(dy, x, w1, b1, w2, gate, preact, activation, dropout_p, seed, dropout_rows, *needs):
+    (E, F), Eo = (x.shape[1], w1.shape[0]), w2.shape[0]
+    shapes = (x.shape, (F, E), (F,), (Eo, F), (Eo,), (F, E))
+    return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
+
+
+_FWD = _library.declare(
+    "ffn_fwd",
+    "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate, int activation, float dropout_p, "
+    "Tensor? seed, Tensor? dropout_rows, bool save_preact) -> (Tensor y, Tensor preact)",
+    _fwd_fake,
+    _COMPILED,
+)
+_BWD = _library.declare(
+    "ffn_bwd",
+    "(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? gate, Tensor preact, int activation, "
+    "float dropout_p, Tensor? seed, Tensor? dropout_rows, bool need_x, bool need_w1, bool need_b1, bool need_w2, "
+    "bool need_b2, bool need_gate) -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, Tensor dgate)",
+    _bwd_fake,
+    _COMPILED,
+)
+
+
+def _save(ctx, arguments, outputs):
+    x, w1, b1, w2, _, gate, ctx.activation, ctx.dropout_p, seed, dropout_rows, _ = arguments
+    ctx.save_for_backward(x, w1, b1, w2, gate, outputs[1], seed, dropout_rows)
+    ctx.mark_non_differentiable(outputs[1])
+    ctx.set_materialize_grads(False)  # or autograd would fill a (M, F) gradient of preact with zeros
+
+
+def _gradients(ctx, backward, needs, dy, _dpreact):
+    if dy is None:
+        return (None,) * 11
+    *saved, seed, dropout_rows = ctx.saved_tensors
+    grads = backward(dy, *saved, ctx.activation, ctx.dropout_p, seed, dropout_rows, *needs[:6])
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), *(None,) * 5
+
+
+_apply = _library.differentiate(_FWD, _BWD, _save, _gradients)
+
+
+def ffn(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    *,
+    activation: str = "relu",
+    gate: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    dropout_rows: Tensor | None = None,
+    recompute: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Runs each row of ``x`` through linear, activation, optional gate, dropout and linear.
+
+    y = dropout(act(x w1^T + b1) [* (x gate^T)]) w2^T + b2            (FFN.1 to FFN.4)
+
+    Args:
+        x: (..., E), float16 | bfloat16 | float32 | float64. Any strides.
+        w1: (F, E), dtype of ``x``, as in nn.Linear.
+        b1: (F,), or None for no bias.
+        w2: (Eo, F); Eo is E in a Transformer, any other width is allowed.
+        b2: (Eo,), or None for no bias.
+        activation: "relu" | "gelu" (by erf) | "gelu_tanh" | "silu".
+        gate: (F, E) of the gated family (GEGLU, SwiGLU): its product multiplies the activation. None for no gate.
+        dropout_p: probability that an element of the hidden activation is zeroed, in [0, 1]; the rest grow by
+            1 / (1 - dropout_p).
+        seed: () int64 on the device of ``x``. None draws one from torch's generator where dropout_p > 0.
+        dropout_rows: (M,) int64, the number that each row has in the dropout rule; None counts 0..M-1. Packed
+            execution passes the rows' places in the padded run and gets that run's masks.
+        recompute: True keeps no (M, F) tensor for the backward, which then computes it again: memory for time.
+        backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
+
+    Returns:
+        (..., Eo), dtype and device of ``x``, contiguous.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: shapes, dtypes or devices disagree (the message names argument, expected, got).
+        BackendError: ``backend`` was named and cannot run this call (the message says why).
+
+    Numerics: sums in float32 (float64 for float64). The hidden activation is rounded at most once to the storage dtype;
+        float32 means float32. Deterministic, forward and backward. Differentiable once in x, the weights and biases.
+    Cost: 4 M E F FLOPs forward (6 with a gate), twice that backward; M = product of the leading dimensions. The cpu
+        backend needs no memory that grows with M beyond x, y and, where a gradient will be needed, preact.
+    Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 2; gates: Shazeer 2020, arXiv:2002.05202.
+
+    Example:
+        >>> w1, w2 = torch.randn(32, 8), torch.randn(8, 32)
+        >>> ffn(torch.randn(2, 5, 8), w1, torch.zeros(32), w2, None, activation="gelu").shape
+        torch.Size([2, 5, 8])
+    """
+    options = {"activation": activation, "gate": gate, "dropout_p": dropout_p, "seed": seed}
+    call = describe(x, w1, b1, w2, b2, **options, dropout_rows=dropout_rows, recompute=recompute)
+    name = _backend.select(OP, call, backend)
+    seed = _check.seed("ffn", dropout_p, seed, x.device)
+    rows = x.reshape(call.rows, call.width)
+    if name == "reference":
+        y = reference.ffn(rows, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows)
+    elif name == "aten":
+        y = aten.ffn(rows, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows, recompute)
+    else:
+        index, save = ACTIVATIONS.index(activation), call.training and not recompute
+        y, _ = _apply(name, rows, w1, b1, w2, b2, gate, index, float(dropout_p), seed, dropout_rows, save)
+    return y.view(*x.shape[:-1], call.out)

@@ -1,0 +1,51 @@
+"""Backend "reference" of ffn: the equations FFN.1 to FFN.4 as they stand, in float64, rounded once at the end."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import dropout
+
+
+def ffn(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    activation: str,
+    gate: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    dropout_rows: Tensor | None,
+) -> Tensor:
+    """(M, E) -> (M, Eo); the arguments are those of ops.ffn, already checked."""
+    x64 = x.double()
+    preact = x64 @ w1.double().T
+    if b1 is not None:
+        preact = preact + b1.double()
+    hidden = activate(preact, activation)
+    if gate is not None:
+        hidden = hidden * (x64 @ gate.double().T)
+    if seed is not None:
+        rows = torch.arange(x.shape[0], device=x.device) if dropout_rows is None else dropout_rows
+        keep = dropout.keep_mask(seed, dropout_p, rows, w1.shape[0])
+        hidden = torch.where(keep, hidden * dropout.keep_scale(dropout_p), 0.0)
+    y = hidden @ w2.double().T
+    if b2 is not None:
+        y = y + b2.double()
+    return y.to(x.dtype)
+
+
+def activate(p: Tensor, activation: str) -> Tensor:
+    """act(p), written out."""
+    if activation == "relu":
+        return torch.clamp(p, min=0.0)
+    if activation == "gelu":
+        return 0.5 * p * (1.0 + torch.erf(p / math.sqrt(2.0)))
+    if activation == "gelu_tanh":
+        return 0.5 * p * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (p + 0.044715 * p**3)))
+    return p / (1.0 + torch.exp(-p))
