@@ -1,0 +1,247 @@
+"""The attention judge: float64 truth, bounds and the written-out eager formula of attention and attention_varlen.
+
+    S = scale q k^T + bias,  P = softmax(S) over visible keys,  P~ = P keep / (1 - p),  O = P~ v,  lse = log sum exp S
+    dv = P~^T dO,  dS = P (dO v^T keep / (1 - p) - rowsum(dO O) + dlse),  dq = scale dS k,  dk = scale dS^T q,  dbias = dS
+
+A row that sees no key has O = 0, lse = -inf and gradients of 0; keys and values that nobody sees count as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dropout
+from ..mask import Mask
+from .rounding import Expected, product_bound, rounding
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One dense attention: storage tensors (B, H, T, D) and everything else written out per (B, Hq, Tq, Tk)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attend: Tensor
+    bias: Tensor | None
+    scale: float
+    keep: Tensor | None  # dropout's, or None without dropout
+    dropout_p: float
+
+
+def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], douts: Mapping[str, Tensor | None]):
+    """Name -> Expected for every output, and for every gradient where ``douts`` holds output gradients."""
+    if op == "attention":
+        return _judge(_problem(inputs), douts)
+    parts = []
+    for rows, problem in _segments(inputs):
+        dout, dlse = douts.get("out"), douts.get("lse")
+        part = {"out": None if dout is None else _packed(dout, rows.query), "lse": None}
+        if dlse is not None:
+            part["lse"] = dlse[:, rows.query].unsqueeze(0)
+        parts.append((rows, _judge(problem, part)))
+    return _join(inputs, parts)
+
+
+def eager(op: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """E: the formula written out in the inputs' own type; differentiable."""
+    if op == "attention":
+        return _eager(_problem(inputs))
+    query, value = inputs["query"], inputs["value"]
+    total, heads = query.shape[:2]
+    out = query.new_zeros(total, heads, value.shape[-1])
+    lse = query.new_full((heads, total), -torch.inf)
+    for rows, problem in _segments(inputs):
+        part = _eager(problem)
+        index = torch.arange(rows.query.start, rows.query.stop, device=query.device)
+        out = out.index_copy(0, index, part["out"][0].transpose(0, 1))
+        lse = lse.index_copy(1, index, part["lse"][0])
+    return {"out": out, "lse": lse}
+
+
+def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Expected]:
+    dtype, r = problem.query.dtype, rounding(problem.query.dtype)
+    heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
+    group = heads // max(kv_heads, 1)
+    (tq, d), (tk, dv_width) = problem.query.shape[2:], problem.value.shape[2:]
+    attend, bias = problem.attend, problem.bias
+    scale, size = problem.scale, abs(problem.scale)
+    if bias is not None:
+        attend = attend & (bias != -torch.inf)
+        bias = torch.where(attend, bias.double(), 0)
+
+    q = problem.query.double()
+    seen = attend.any(2).unflatten(1, (kv_heads, group)).any(2) if heads else attend.any(2)  # (B, Hk, Tk)
+    k = torch.where(seen.unsqueeze(-1), problem.key.double(), 0).repeat_interleave(group, 1)
+    v = torch.where(seen.unsqueeze(-1), problem.value.double(), 0).repeat_interleave(group, 1)
+    reduce = lambda t: t.unflatten(1, (kv_heads, group)).sum(2) if heads else t  # noqa: E731
+
+    s = scale * (q @ k.transpose(-1, -2))
+    s = torch.where(attend, s if bias is None else s + bias, -torch.inf)
+    visible = attend.any(-1, keepdim=True)
+    top = s.amax(-1, keepdim=True) if tk else s.new_zeros(*s.shape[:-1], 1)
+    top = torch.where(visible, top, 0)
+    p = torch.where(attend, torch.exp(s - top), 0)
+    total = p.sum(-1, keepdim=True)
+    p = p / torch.where(visible, total, 1)
+    lse = torch.where(visible, top + total.log(), -torch.inf)
+    factor = torch.ones_like(p)
+    if problem.keep is not None:
+        factor = problem.keep * dropout.keep_scale(problem.dropout_p)
+    pt = p * factor
+    out = pt @ v
+
+    qa, ka, va = q.abs(), k.abs(), v.abs()
+    sizes = size * (qa @ ka.transpose(-1, -2))  # scale |q||k|^T
+    level = 1 + torch.where(visible, lse.abs(), 0) + (0 if bias is None else bias.abs())
+    e = torch.where(attend, 2 * d**0.5 * r.sums * sizes + 4 * r.sums * level, 0)
+    e = e + (p * e).sum(-1, keepdim=True)
+    e = torch.expm1(e.clamp(max=50.0))  # not e itself: heavy-tailed scores have e > 1, where exp is no longer linear
+    out_a = pt @ va
+    out_e = (pt * e) @ va
+    shown = torch.where(attend, factor, 0)
+    expected = {"out": Expected(out, product_bound(out, out_a, shown @ va, tk, dtype, dtype) + out_e, dtype)}
+    widest = torch.where(attend, sizes, 0).amax(-1) if tk else sizes.new_zeros(sizes.shape[:-1])
+    l = lse.squeeze(-1)  # noqa: E741
+    l_bound = 4 * r.sums * (1 + torch.where(l == -torch.inf, 0, l.abs()) + widest)
+    expected["lse"] = Expected(l, l_bound, torch.float64 if dtype == torch.float64 else torch.float32)
+    dout, dlse = douts.get("out"), douts.get("lse")
+    if dout is None and dlse is None:
+        return expected
+
+    do = torch.zeros_like(out) if dout is None else dout.double()
+    dp = (do @ v.transpose(-1, -2)) * factor
+    ds = dp - (do * out).sum(-1, keepdim=True)
+    if dlse is not None:
+        ds = ds + dlse.double().unsqueeze(-1)
+    ds = torch.where(attend, p * ds, 0)
+    doa = do.abs()
+    dp_a = pt * (doa @ va.transpose(-1, -2))
+    w = ds.abs() + p * (doa * (out.abs() + out_a)).sum(-1, keepdim=True)
+    full = w + dp_a
+    # delta = rowsum(dO O) carries the score error of the whole row, not only that of its own column.
+    we = full * e + p * (doa * out_e).sum(-1, keepdim=True)
+    if r.narrow:
+        we = we + max(d, dv_width) ** 0.5 * r.sums * full
+    first = w if r.narrow else full
+    shown_p = torch.where(attend, 1.0, 0)
+
+    dvalue = reduce(pt.transpose(-1, -2) @ do)
+    a = reduce(pt.transpose(-1, -2) @ doa)
+    bound = product_bound(dvalue, a, reduce(shown.transpose(-1, -2) @ doa), tq * group, dtype, dtype)
+    expected["dvalue"] = Expected(dvalue, bound + reduce((pt * e).transpose(-1, -2) @ doa), dtype)
+
+    dq = scale * (ds @ k)
+    bound = product_bound(dq, size * (first @ ka), size * (shown_p @ ka), max(tk, dv_width), dtype, dtype)
+    expected["dquery"] = Expected(dq, bound + size * (we @ ka), dtype)
+
+    dk = scale * reduce(ds.transpose(-1, -2) @ q)
+    a, ones = size * reduce(first.transpose(-1, -2) @ qa), size * reduce(shown_p.transpose(-1, -2) @ qa)
+    bound = product_bound(dk, a, ones, max(tq * group, dv_width), dtype, dtype)
+    expected["dkey"] = Expected(dk, bound + size * reduce(we.transpose(-1, -2) @ qa), dtype)
+
+    if problem.bias is not None:
+        shape, stored = problem.bias.shape, problem.bias.dtype
+        value, a, extra = ds.sum_to_size(shape), first.sum_to_size(shape), we.sum_to_size(shape)
+        terms = ds.numel() // max(value.numel(), 1)
+        ones = shown_p.sum_to_size(shape)
+        bound = product_bound(value, a, ones, max(terms, dv_width), dtype, stored) + extra
+        expected["dbias"] = Expected(value, bound, stored)
+    return expected
+
+
+def _eager(problem: Problem) -> dict[str, Tensor]:
+    query, dtype = problem.query, problem.query.dtype
+    heads, kv_heads = query.shape[1], problem.key.shape[1]
+    attend = problem.attend if problem.bias is None else problem.attend & (problem.bias != -torch.inf)
+    seen = attend.any(2).unflatten(1, (kv_heads, heads // kv_heads)).any(2).unsqueeze(-1)
+    key = problem.key.masked_fill(~seen, 0).repeat_interleave(heads // kv_heads, 1)
+    value = problem.value.masked_fill(~seen, 0).repeat_interleave(heads // kv_heads, 1)
+    s = (query @ key.transpose(-1, -2)) * problem.scale
+    if problem.bias is not None:
+        s = s + problem.bias.masked_fill(problem.bias == -torch.inf, 0).to(dtype)
+    visible = attend.any(-1, keepdim=True)
+    s = s.masked_fill(~attend, -torch.inf).masked_fill(~visible, 0)
+    lse = torch.logsumexp(s, -1).masked_fill(~visible.squeeze(-1), -torch.inf)
+    p = torch.softmax(s, -1).masked_fill(~visible, 0)
+    if problem.keep is not None:
+        p = p * problem.keep * dropout.keep_scale(problem.dropout_p)
+    return {"out": p @ value, "lse": lse}
+
+
+def _problem(inputs: Mapping[str, Any]) -> Problem:
+    query, key = inputs["query"], inputs["key"]
+    (batch, heads, tq, d), tk = query.shape, key.shape[2]
+    mask = inputs.get("mask") or Mask()
+    attend = mask.dense(batch, heads, tq, tk, query.device)
+    p, keep = inputs.get("dropout_p", 0.0), None
+    if p > 0.0:
+        keep = dropout.keep_mask(inputs["seed"], p, dropout.attention_rows(batch, heads, tq, query.device), tk)
+    return Problem(query, key, inputs["value"], attend, inputs.get("bias"), _scale(inputs, d), keep, p)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where one segment lies in the packed tensors."""
+
+    query: slice
+    key: slice
+
+
+def _segments(inputs: Mapping[str, Any]) -> list[tuple[Rows, Problem]]:
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    heads, d = query.shape[1:]
+    mask, p = inputs.get("mask") or Mask(), inputs.get("dropout_p", 0.0)
+    ends_q, ends_k = inputs["cu_seqlens_q"].tolist(), inputs["cu_seqlens_k"].tolist()
+    segments = []
+    for b in range(len(ends_q) - 1):
+        rows = Rows(slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1]))
+        tq, tk = ends_q[b + 1] - ends_q[b], ends_k[b + 1] - ends_k[b]
+        attend, keep = mask.dense(1, heads, tq, tk, query.device), None
+        if p > 0.0:
+            numbers = dropout.attention_rows(b + 1, heads, inputs["max_seqlen_q"], query.device)[b:, :, :tq]
+            keep = dropout.keep_mask(inputs["seed"], p, numbers, tk)
+        parts = _packed(query, rows.query), _packed(key, rows.key), _packed(value, rows.key)
+        segments.append((rows, Problem(*parts, attend, None, _scale(inputs, d), keep, p)))
+    return segments
+
+
+def _join(inputs: Mapping[str, Any], parts: list[tuple[Rows, dict[str, Expected]]]) -> dict[str, Expected]:
+    """The segments' expectations laid into packed tensors; rows of no segment are 0 (lse: -inf)."""
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    shapes = {
+        "out": (*query.shape[:2], value.shape[2]),
+        "lse": (query.shape[1], query.shape[0]),
+        "dquery": query.shape,
+        "dkey": key.shape,
+        "dvalue": value.shape,
+    }
+    statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
+    joined = {}
+    for name in parts[0][1] if parts else ("out", "lse"):
+        dtype = statistics if name == "lse" else query.dtype
+        number = torch.full(shapes[name], -torch.inf if name == "lse" else 0.0, dtype=torch.float64, device=query.device)
+        bound = torch.zeros_like(number)
+        for rows, part in parts:
+            for target, source in ((number, part[name].value), (bound, part[name].bound)):
+                if name == "lse":
+                    target[:, rows.query] = source[0]
+                else:
+                    target[rows.key if name in ("dkey", "dvalue") else rows.query] = source[0].transpose(0, 1)
+        joined[name] = Expected(number, bound, dtype)
+    return joined
+
+
+def _packed(tensor: Tensor, rows: slice) -> Tensor:
+    """(total, H, D) -> (1, H, T, D)."""
+    return tensor[rows].transpose(0, 1).unsqueeze(0)
+
+
+def _scale(inputs: Mapping[str, Any], width: int) -> float:
+    scale = inputs.get("scale")
+    return width**-0.5 if scale is None else scale

@@ -1,0 +1,230 @@
+"""judge(): whether the results of a call keep the numeric contract. It runs nothing but float64 formulas.
+
+C1: every element within the bound that rounding explains. C2: the whole tensor no worse than the written-out eager formula E in
+the same type. C3: the error does not lean to one side. The rules and their constants stand in this package alone; a
+backend that fails them is mended, never excused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import attention, ffn, norm
+from .data import zero_mean as is_zero_mean
+from .report import Report
+from .rounding import Expected, rounding
+
+TRUTHS: dict[str, ModuleType] = {
+    "layer_norm": norm,
+    "add_layer_norm": norm,
+    "rms_norm": norm,
+    "add_rms_norm": norm,
+    "attention": attention,
+    "attention_varlen": attention,
+    "ffn": ffn,
+}
+MEASURED = ("reference", "aten")  # their errors are reported; only gross ones (another mask, another formula) fail
+SLACK = {"cpu": 0.10}  # s of C1 by device kind; GPU's approximate exp, rsqrt and reduction order get 0.25
+
+_C3_LIMITS = {"out": 0.05, "y": 0.05, "dquery": 0.15, "dkey": 0.15}
+_C3_ELEMENTS = 32768
+_C2_ELEMENTS = 64  # effective number, below which chance rules the Frobenius norm
+
+
+def judge(
+    op: str,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Tensor],
+    grads: Mapping[str, Tensor | None] | None = None,
+    douts: Mapping[str, Tensor | None] | None = None,
+    *,
+    backend: str = "given results",
+    slack: float | None = None,
+    zero_mean: bool | None = None,
+) -> Report:
+    """Judges results, wherever they come from.
+
+    Args:
+        op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen" or "ffn".
+        inputs: the public function's arguments by name: tensors in their storage types, options where not default.
+            ``seed`` is needed where dropout_p > 0.
+        outputs: "out" (and "lse") of attention, "y" of ffn and norms, "z" too of add_* norms.
+        grads: argument name -> gradient; absent or None is not judged.
+        douts: output name -> the gradient that the backward was given; None counts as zeros.
+        backend: who computed it, for the report; "reference" and "aten" are measured, not judged.
+        slack: s of C1, default by device: 0.10 on a CPU, 0.25 elsewhere.
+        zero_mean: whether C2 and C3 apply; None looks at the data.
+
+    Returns:
+        The report; ``report.raise_broken()`` raises ContractError where a rule is broken.
+
+    Raises:
+        ValueError: the op has no judge, or an output is missing.
+    """
+    if op not in TRUTHS:
+        raise ValueError(f"judge: op must be one of {', '.join(TRUTHS)}, got {op!r}")
+    truth, judged = TRUTHS[op], backend not in MEASURED
+    grads, douts = dict(grads or {}), dict(douts or {})
+    main = next(iter(inputs.values()))
+    report = Report(op, backend, _label(inputs))
+    if slack is None:
+        slack = SLACK.get(main.device.type, 0.25)
+    with torch.no_grad():
+        # R first replaces what is not there: an op may refuse to be judged without its z.
+        for name in ("z",) if "residual" in inputs else ():
+            if name not in outputs:
+                raise ValueError(f"judge: {op}: outputs must hold {name!r}, got {', '.join(outputs)}")
+        expected = truth.expect(op, inputs, outputs, douts)
+    given = {**outputs, **{f"d{name}": grad for name, grad in grads.items() if grad is not None}}
+    for name in given:
+        if name not in expected:
+            raise ValueError(f"judge: {op}: no rule for {name!r}; known are {', '.join(expected)}")
+    if zero_mean is None:
+        zero_mean = is_zero_mean(*(t for t in inputs.values() if _is_data(t) and t.dim() > 1), *douts.values())
+    eager = None
+    for name, got in given.items():
+        want = expected[name]
+        if not _form(report, name, got, want, main.device):
+            continue
+        if got.numel() == 0:
+            continue
+        _componentwise(report, name, got, want, slack, judged)
+        if not (zero_mean or not judged) or name == "lse" or not _ordinary(got, want):
+            continue
+        if main.dtype == torch.float64:
+            continue
+        if eager is None:
+            eager = _eager(truth, op, inputs, douts, grads)
+        _frobenius(report, name, got, want, eager.get(name), judged)
+        if zero_mean:
+            _leaning(report, name, got, want, judged)
+    return report
+
+
+def _form(report: Report, name: str, got: Tensor, want: Expected, device: torch.device) -> bool:
+    for what, seen, wanted in (
+        ("shape", tuple(got.shape), tuple(want.value.shape)),
+        ("dtype", got.dtype, want.dtype),
+        ("device", got.device, device),
+    ):
+        if seen != wanted:
+            report.add(name, "form", float("inf"), f"{what} must be {wanted}, got {seen}")
+            return False
+    return True
+
+
+def _componentwise(report: Report, name: str, got: Tensor, want: Expected, slack: float, judged: bool) -> None:
+    """C1, and where NaN, Inf and exact zeros have to be."""
+    k, value, bound = got.detach().double(), want.value, want.bound * (1 + slack)
+    same = (k == value) | (k.isnan() & value.isnan())
+    largest = torch.finfo(want.dtype).max
+    overflown = (value.abs() + bound >= largest) & ~k.isfinite() & value.isfinite()
+    wrong = ~same & (~k.isfinite() | ~value.isfinite()) & ~overflown
+    if want.zeros is not None:
+        wrong = wrong | (want.zeros & (k != 0) & ~k.isnan())
+    if bool(wrong.any()):
+        where = _first(wrong)
+        report.add(name, "placement", float("inf"), f"{_at(where)}: got {k[where].item()}, expected {value[where].item()}")
+    error = (k - value).abs()
+    ratio = torch.where(same | overflown | wrong, 0.0, error / bound)
+    ratio = torch.where(same | overflown | wrong | (error > 0) | ~k.isfinite(), ratio, 0.0)
+    where = _first(ratio == ratio.amax()) if not bool(ratio.isnan().any()) else _first(ratio.isnan())
+    detail = (
+        f"{_at(where)}: got {k[where].item():.9g}, expected {value[where].item():.9g} +- {bound[where].item():.3g}, "
+        f"{int((ratio > 1).sum())} of {ratio.numel()} elements"
+    )
+    report.add(name, "C1", float(ratio[where]), detail, judged)
+
+
+def _frobenius(report: Report, name: str, got: Tensor, want: Expected, eager: Tensor | None, judged: bool) -> None:
+    """C2 for backends that are judged; for the others only that they compute the same function at all."""
+    size = want.value.norm()
+    if eager is None or size == 0 or not bool(eager.isfinite().all()):
+        return
+    r = rounding(want.dtype)
+    mine, theirs = float((got.detach().double() - want.value).norm() / size), float((eager.double() - want.value).norm() / size)
+    if not judged:
+        report.add(name, "gross", mine / (8 * theirs + 64 * r.unit), "is it the same function, the same dropout mask?")
+        if theirs > 0:
+            report.add(name, "C2", mine / theirs, "", False)
+        return
+    count = _effective(want.value)
+    if theirs == 0 or count < _C2_ELEMENTS:
+        return
+    # Two independent errors of equal size differ by chance: with n elements by about 1/sqrt(n).
+    limit = (1.05 if r.narrow else 2.0) * (1 + 1.5 / count**0.5) * theirs + 0.02 * r.unit
+    report.add(name, "C2", mine / limit, f"relative error {mine:.4g}, eager's {theirs:.4g}")
+
+
+def _leaning(report: Report, name: str, got: Tensor, want: Expected, judged: bool) -> None:
+    """C3: the error's component along R, which truncation and wrong scales have and rounding has not."""
+    r = rounding(want.dtype)
+    if name not in _C3_LIMITS or not r.narrow or got.numel() < _C3_ELEMENTS:
+        return
+    if _effective(want.value) < got.numel() / 16:
+        return
+    value = want.value
+    lean = float(((got.detach().double() - value) * value).sum() / value.square().sum()) / r.unit
+    report.add(name, "C3", abs(lean) / _C3_LIMITS[name], f"error leans by {lean:+.3f} u along the result", judged)
+
+
+def _effective(value: Tensor) -> float:
+    """How many elements the Frobenius norm rests on."""
+    squares = value.square()
+    return float(squares.sum().square() / squares.square().sum())
+
+
+def _ordinary(got: Tensor, want: Expected) -> bool:
+    return bool(got.isfinite().all()) and bool(want.value.isfinite().all())
+
+
+def _eager(
+    truth: ModuleType,
+    op: str,
+    inputs: Mapping[str, Any],
+    douts: Mapping[str, Tensor | None],
+    grads: Mapping[str, Tensor | None],
+) -> dict[str, Tensor]:
+    """E's outputs and gradients, named as the judge names them."""
+    leaves = {name: t.detach().clone().requires_grad_(grads.get(name) is not None) for name, t in inputs.items() if _is_data(t)}
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    with torch.enable_grad():
+        outputs = truth.eager(op, {**inputs, **leaves})
+    found = {name: t.detach() for name, t in outputs.items()}
+    pairs = [(outputs[name], dout) for name, dout in douts.items() if dout is not None and outputs[name].requires_grad]
+    if wanted and pairs:
+        given = [dout.to(out.dtype) for out, dout in pairs]
+        results = torch.autograd.grad([out for out, _ in pairs], list(wanted.values()), given, allow_unused=True)
+        found |= {f"d{name}": grad for name, grad in zip(wanted, results, strict=True) if grad is not None}
+    return found
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _first(where: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in where.nonzero()[0])
+
+
+def _at(index: tuple[int, ...]) -> str:
+    return f"at {list(index)}"
+
+
+def _label(inputs: Mapping[str, Any]) -> str:
+    """The call in words: tensors as dtype[shape], options as name=value."""
+    words = []
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            if name != "seed":
+                words.append(f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}")
+        elif hasattr(value, "explain"):
+            words.append(f"mask ({value.explain()})")
+        elif value is not None:
+            words.append(f"{name}={value}")
+    return ", ".join(words)

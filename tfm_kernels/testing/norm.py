@@ -1,0 +1,125 @@
+"""The norm family's judge: float64 truth, bounds and the written-out eager formula of layer_norm, rms_norm and add_*.
+
+    z    = residual + dropout(x), rounded once to the storage type (plain norms: z = x)
+    y    = xhat * weight + bias, xhat = (z - mu) * rstd       RMSNorm: mu = 0 and no bias
+    dz   = rstd * (g - mean(g) - xhat * sum(g xhat) / n),     g = dy * weight; n = N, or N - 1 with unbiased=True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dropout
+from .rounding import Expected, rounding, sum_bound
+
+
+def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], douts: Mapping[str, Tensor | None]):
+    """Name -> Expected for every output, and for every gradient where ``douts`` holds output gradients."""
+    x, weight, bias = inputs["x"], inputs.get("weight"), inputs.get("bias")
+    dtype = _storage(inputs)
+    r = rounding(dtype)
+    expected: dict[str, Expected] = {}
+
+    keep = _keep(inputs)
+    if "residual" in inputs:
+        exact = inputs["residual"].double() + _drop(x.double(), keep, inputs)
+        expected["z"] = Expected(exact, r.unit * exact.abs() + r.tiny, dtype)
+        z = outputs["z"].double()  # the rounded one, as the contract says
+    else:
+        z = x.double()
+
+    width = x.shape[-1]
+    centred = op.endswith("layer_norm")
+    mu = z.mean(-1, keepdim=True) if centred else torch.zeros_like(z[..., :1])
+    degrees = width - 1 if inputs.get("unbiased", False) else width
+    rstd = (((z - mu).square().sum(-1, keepdim=True) / degrees) + _eps(op, inputs)).rsqrt()
+    xhat = (z - mu) * rstd
+    kappa = 1 + mu.abs() * rstd
+    w = torch.ones(width, dtype=torch.float64, device=x.device) if weight is None else weight.double()
+    b = torch.zeros_like(w) if bias is None else bias.double()
+
+    y = xhat * w + b
+    statistics = 8 * r.sums * (kappa * w.abs() * (1 + xhat.abs()) + b.abs())
+    expected["y"] = Expected(y, r.unit * y.abs() + r.tiny + statistics, dtype)
+
+    dy, dz_out = douts.get("y"), douts.get("z")
+    if dy is None and dz_out is None:
+        return expected
+    dy = torch.zeros_like(z) if dy is None else dy.double()
+    g = dy * w
+    dz = rstd * (g - (g.mean(-1, keepdim=True) if centred else 0) - xhat * (g * xhat).sum(-1, keepdim=True) / degrees)
+    sizes = g.abs() + g.abs().mean(-1, keepdim=True) + (1 + xhat.abs()) * (g * xhat).abs().mean(-1, keepdim=True)
+    slack = 16 * r.sums * rstd * sizes * kappa
+    if dz_out is not None:
+        dz = dz + dz_out.double()
+        slack = slack + 2 * r.sums * dz_out.double().abs()
+    if "residual" in inputs:
+        # A tensor narrower than z is rounded twice: in z's type, then in its own.
+        residual, zeros = inputs["residual"].dtype, None if keep is None else ~keep
+        own = rounding(residual)
+        expected["dresidual"] = Expected(dz, own.unit * dz.abs() + own.tiny + slack, residual)
+        own = rounding(x.dtype)
+        dx, slack = _drop(dz, keep, inputs), _drop(slack, keep, inputs) + 2 * r.sums * _drop(dz, keep, inputs).abs()
+        expected["dx"] = Expected(dx, own.unit * dx.abs() + own.tiny + slack, x.dtype, zeros)
+    else:
+        expected["dx"] = Expected(dz, r.unit * dz.abs() + r.tiny + slack, dtype)
+
+    rows = tuple(range(x.dim() - 1))
+    count = x.numel() // max(width, 1)
+    if weight is not None:
+        # Tighter than u (|R| + A): norms round nothing to 16 bits on the way, so their sums have to be float32's.
+        dw = (dy * xhat).sum(rows)
+        bound = sum_bound(dw, (dy * xhat).abs().sum(rows), count, dtype, weight.dtype)
+        bound = bound + 8 * r.sums * (dy.abs() * kappa * (1 + xhat.abs())).sum(rows)
+        expected["dweight"] = Expected(dw, bound, weight.dtype)
+    if bias is not None:
+        db = dy.sum(rows)
+        expected["dbias"] = Expected(db, sum_bound(db, dy.abs().sum(rows), count, dtype, bias.dtype), bias.dtype)
+    return expected
+
+
+def eager(op: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """E: the formula written out in the inputs' own types; differentiable."""
+    x, weight, bias = inputs["x"], inputs.get("weight"), inputs.get("bias")
+    outputs = {}
+    z = x
+    if "residual" in inputs:
+        z = outputs["z"] = inputs["residual"] + _drop(x, _keep(inputs), inputs)
+    degrees = z.shape[-1] - 1 if inputs.get("unbiased", False) else z.shape[-1]
+    centred = z - z.mean(-1, keepdim=True) if op.endswith("layer_norm") else z
+    variance = centred.square().sum(-1, keepdim=True) / degrees
+    y = centred * torch.rsqrt(variance + _eps(op, inputs))
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    outputs["y"] = y.to(z.dtype)
+    return outputs
+
+
+def _storage(inputs: Mapping[str, Any]) -> torch.dtype:
+    """The type of z and y."""
+    x, residual = inputs["x"], inputs.get("residual")
+    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+
+
+def _eps(op: str, inputs: Mapping[str, Any]) -> float:
+    eps = inputs.get("eps", None if op.endswith("rms_norm") else 1e-5)
+    return torch.finfo(_storage(inputs)).eps if eps is None else eps
+
+
+def _keep(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Which elements of x dropout keeps, or None without dropout."""
+    x, p = inputs["x"], inputs.get("dropout_p", 0.0)
+    if p == 0.0:
+        return None
+    rows = inputs.get("dropout_rows")
+    if rows is None:
+        rows = torch.arange(x.numel() // max(x.shape[-1], 1), device=x.device)
+    return dropout.keep_mask(inputs["seed"], p, rows.reshape(-1), x.shape[-1]).view(x.shape)
+
+
+def _drop(x: Tensor, keep: Tensor | None, inputs: Mapping[str, Any]) -> Tensor:
+    return x if keep is None else torch.where(keep, x * dropout.keep_scale(inputs["dropout_p"]), 0)

@@ -1,0 +1,85 @@
+"""The few constants every bound is made of: how a storage type rounds, and what its kernels sum in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How one storage type rounds.
+
+    Attributes:
+        unit: unit roundoff of the storage type, half the distance from 1 to the next number.
+        tiny: eta, the absolute error of a result too small for the relative one (fp16 rounds to subnormals; the others
+            may be flushed to zero).
+        sums: unit roundoff of the type that statistics and sums are kept in.
+        narrow: whether the type has 16 bits, so that kernels round operands to it between two products.
+    """
+
+    unit: float
+    tiny: float
+    sums: float
+    narrow: bool
+
+
+_ROUNDINGS = {
+    torch.bfloat16: Rounding(2.0**-8, 2.0**-126, 2.0**-24, True),
+    torch.float16: Rounding(2.0**-11, 2.0**-25, 2.0**-24, True),
+    torch.float32: Rounding(2.0**-24, 2.0**-126, 2.0**-24, False),
+    # R itself is computed in float64, so its error counts as well: twice the unit.
+    torch.float64: Rounding(2.0**-52, 2.0**-1021, 2.0**-52, False),
+}
+
+
+def rounding(dtype: torch.dtype) -> Rounding:
+    """The constants of a storage type."""
+    return _ROUNDINGS[dtype]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one result of a call has to be.
+
+    Attributes:
+        value: R, float64.
+        bound: the largest |K - R| that rounding explains, float64, without the slack; of the shape of ``value``.
+        dtype: the result's storage type.
+        zeros: where the result has to be exactly 0 (dropped elements), or None.
+    """
+
+    value: Tensor
+    bound: Tensor
+    dtype: torch.dtype
+    zeros: Tensor | None = None
+
+
+def product_bound(
+    value: Tensor, absolute: Tensor, ones: Tensor | float, length: int, dtype: torch.dtype, stored: torch.dtype
+) -> Tensor:
+    """C1 for a result that is a sum of products of rounded factors.
+
+    Args:
+        value: R.
+        absolute: A, the sum of the absolute products.
+        ones: B, the same sum with 1 in place of the factor that is rounded in between.
+        length: how many terms the longest sum behind it has.
+        dtype: the type that factors are rounded to in between.
+        stored: the type of the result.
+
+    Returns:
+        The bound, of the shape of ``value``.
+    """
+    r, s = rounding(dtype), rounding(stored)
+    if r.narrow:
+        return s.unit * value.abs() + r.unit * absolute + r.tiny * (1 + ones)
+    return 2 * max(length, 1) ** 0.5 * r.sums * (value.abs() + absolute) + r.tiny * (1 + ones)
+
+
+def sum_bound(value: Tensor, absolute: Tensor, length: int, dtype: torch.dtype, stored: torch.dtype) -> Tensor:
+    """C1 for a plain sum of ``length`` exact terms in float32 (float64), rounded once to ``stored``."""
+    r, s = rounding(dtype), rounding(stored)
+    return s.unit * value.abs() + 2 * max(length, 1) ** 0.5 * r.sums * absolute + s.tiny
