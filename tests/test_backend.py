@@ -1,0 +1,76 @@
+"""How a backend is chosen, forced, refused and explained."""
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tfm_kernels import _backend
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 8)
+
+
+def test_explicit_never_falls_back(x):
+    for backend in ("triton", "cuda"):
+        with pytest.raises(tfk.BackendError, match=f"backend '{backend}' cannot run this call: layer_norm has no"):
+            tfk.ops.layer_norm(x, backend=backend)
+    with pytest.raises(tfk.BackendError, match="N - 1 variance"):
+        tfk.ops.layer_norm(x, unbiased=True, backend="aten")
+
+
+def test_unknown_backend(x):
+    with pytest.raises(
+        ValueError, match="backend must be one of reference, aten, cpu, triton, cuda or None, got 'gpu'"
+    ):
+        tfk.ops.layer_norm(x, backend="gpu")
+    with pytest.raises(ValueError, match="use_backend: name must be one of"):
+        with tfk.use_backend("gpu"):
+            pass
+
+
+def test_use_backend_is_scoped_and_survives_errors(x):
+    with tfk.use_backend("reference"):
+        assert "-> reference (use_backend() asks for it)" in tfk.explain("layer_norm", x)
+        with tfk.use_backend("aten"):
+            assert "-> aten" in tfk.explain("layer_norm", x)
+        assert "-> reference" in tfk.explain("layer_norm", x)
+    with pytest.raises(RuntimeError, match="mine"), tfk.use_backend("reference"):
+        raise RuntimeError("mine")
+    assert _backend._forced is None
+
+
+def test_argument_beats_use_backend(x):
+    with tfk.use_backend("triton"), pytest.raises(tfk.BackendError):
+        tfk.ops.layer_norm(x)
+    with tfk.use_backend("triton"):
+        assert tfk.ops.layer_norm(x, backend="cpu").shape == x.shape
+
+
+def test_a_call_remembers_its_backend_for_its_backward(x):
+    x.requires_grad_()
+    with tfk.use_backend("cpu"):
+        y = tfk.ops.layer_norm(x)
+    assert "Fused" in type(y.grad_fn).__name__
+    with tfk.use_backend("reference"):
+        y.sum().backward()
+    assert x.grad is not None
+
+
+def test_explain_lists_every_backend_and_the_choice(x):
+    text = tfk.explain("layer_norm", x, unbiased=True)
+    for backend in _backend.BACKENDS:
+        assert backend in text
+    assert "aten      cannot: PyTorch's layer_norm has no N - 1 variance" in text
+    assert text.splitlines()[-1].startswith("  -> ")
+    with pytest.raises(ValueError, match="explain: op must be one of .*layer_norm"):
+        tfk.explain("layernorm", x)
+    with pytest.raises(ValueError, match="layer_norm: weight must have shape"):
+        tfk.explain("layer_norm", x, torch.ones(3))
+
+
+def test_cpu_says_what_it_needs():
+    meta = torch.empty(2, 8, device="meta")
+    with pytest.raises(tfk.BackendError, match="needs a CPU tensor, got meta"):
+        tfk.ops.layer_norm(meta, backend="cpu")

@@ -1,0 +1,186 @@
+"""The house rules that a program can check: who imports whom, which files mirror which, and what must not appear."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tfm_kernels import _backend, _library
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "tfm_kernels"
+LEAVES = {"mask", "dropout", "_backend", "_library", "_check"}
+# room -> the rooms it may import from (besides itself); a file directly in the package is a room of its own
+ALLOWED = {
+    "mask": set(),
+    "dropout": set(),
+    "_backend": set(),
+    "_library": set(),
+    "_check": {"dropout"},
+    "reference": {"mask", "dropout"},
+    "aten": {"mask", "dropout", "_library"},
+    "ops": LEAVES | {"reference", "aten"},
+    "nn": LEAVES | {"ops"},
+    "testing": LEAVES | {"ops", "reference"},
+    "patching": LEAVES | {"nn", "ops"},
+    "proof": LEAVES | {"patching", "nn", "ops", "testing"},
+    "diagnosis": LEAVES | {"ops"},
+    "demo": LEAVES | {"proof", "patching", "diagnosis", "nn", "ops"},
+    "cli": LEAVES | {"proof", "patching", "diagnosis", "nn", "ops", "demo"},
+    "__main__": {"cli"},
+}
+SIBLINGS_APART = ("reference", "aten")  # files in these folders do not import one another
+
+
+def modules():
+    return sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+
+
+def room(path):
+    return path.parts[0].removesuffix(".py")
+
+
+def imported(path):
+    """Dotted names inside the package that a file imports, with the function-level ones marked lazy."""
+    tree = ast.parse((PACKAGE / path).read_text())
+    package = ("tfm_kernels", *path.parts[:-1])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            name = (*base, *(node.module.split(".") if node.module else ()))
+            if name[:1] == ("tfm_kernels",):
+                yield from ((name + (alias.name,))[1:] for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = tuple(alias.name.split("."))
+                if parts[0] == "tfm_kernels":
+                    yield parts[1:]
+
+
+@pytest.mark.parametrize("path", modules(), ids=str)
+def test_imports_point_down(path):
+    here = room(path)
+    assert here in ALLOWED, f"tell test_layering.py what {here} may import"
+    for name in imported(path):
+        there = name[0] if name else "the package root"
+        assert there == here or there in ALLOWED[here], f"{path} must not import {'.'.join(name)}"
+        if here in SIBLINGS_APART and there == here:
+            raise AssertionError(f"{path} must not import its sibling {'.'.join(name)}")
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if room(p) == "ops"], ids=str)
+def test_ops_do_not_import_other_ops(path):
+    """Files of one op share its stem: attention.py, attention_varlen.py; the SDPA front is attention's too."""
+    stem = op_stem(path.stem)
+    for name in imported(path):
+        if name[0] == "ops" and len(name) > 1:
+            assert op_stem(name[1]) == stem, f"{path} must not import {'.'.join(name)}"
+
+
+def op_stem(name):
+    name = name.removeprefix("_")
+    if name == "scaled_dot_product_attention":
+        return "attention"
+    return next((stem for stem in stems() if name == stem or name.startswith(stem + "_")), name)
+
+
+def stems():
+    """The ops: every contract that declares compiled kernels."""
+    return sorted({operator.split("_fwd_")[0] for operator in declared() if "_fwd_" in operator})
+
+
+def declared():
+    return sorted(_library._missing)
+
+
+def test_every_op_has_its_mirrors():
+    assert stems(), "no op declares kernels"
+    for stem in stems():
+        expected = [
+            PACKAGE / "ops" / f"{stem}.py",
+            PACKAGE / "reference" / f"{stem}.py",
+            PACKAGE / "aten" / f"{stem}.py",
+            ROOT / "tests" / "ops" / f"test_{stem}.py",
+            ROOT / "bench" / "ops" / f"bench_{stem}.py",
+        ]
+        for operator in declared():
+            if operator.startswith(stem + "_") and operator.endswith("_cpu"):
+                expected.append(ROOT / "csrc" / "cpu" / f"{operator.removesuffix('_cpu')}.cpp")
+        absent = [str(path.relative_to(ROOT)) for path in expected if not path.exists()]
+        assert not absent, f"{stem} lacks {', '.join(absent)}"
+
+
+def test_every_kernel_file_is_declared():
+    for path in (ROOT / "csrc" / "cpu").glob("*_[fb]wd.cpp"):
+        assert f"{path.stem}_cpu" in declared(), f"{path.name} has no contract"
+
+
+def test_matrix_of_ops_and_backends():
+    """Every op answers for every backend; reference always can; a declared kernel is registered in this build."""
+    for op in _backend.OPS.values():
+        assert set(op.support) <= set(_backend.BACKENDS) and "reference" in op.support, op.name
+    for operator in declared():
+        assert _library._missing[operator] is None, f"{operator}: {_library._missing[operator]}"
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_import_touches_neither_triton_nor_a_device():
+    done = run(
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, tfm_kernels as tfk\n"
+        "assert not torch.cuda.is_initialized() and 'tfm_kernels._cuda' not in sys.modules\n"
+        "print(tfk.ops.layer_norm(torch.randn(2, 8)).shape)"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_without_the_extension():
+    done = run(
+        "import sys; sys.modules['tfm_kernels._C'] = None\n"
+        "import torch, tfm_kernels as tfk\n"
+        "x = torch.randn(2, 8)\n"
+        "assert tfk.ops.layer_norm(x).shape == (2, 8)\n"
+        "assert '-> aten' in tfk.explain('layer_norm', x)\n"
+        "try:\n"
+        "    tfk.ops.layer_norm(x, backend='cpu')\n"
+        "except tfk.BackendError as error:\n"
+        "    print(error)"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "C++ extension was not built" in done.stdout and "pip install" in done.stdout
+
+
+FORBIDDEN = {
+    "an environment variable read at run time": re.compile(r"os\.environ|os\.getenv"),
+    "a pickle": re.compile(r"\bpickle\.(load|loads)\b|torch\.load\((?![^)]*weights_only=True)"),
+    "a device queried at import": re.compile(r"^\S.*torch\.cuda\.(is_available|current_device|get_device)", re.M),
+}
+
+
+@pytest.mark.parametrize("path", modules(), ids=str)
+def test_nothing_forbidden(path):
+    text = (PACKAGE / path).read_text()
+    for what, pattern in FORBIDDEN.items():
+        if path.parts[0] == "demo" and what.startswith("an environment"):
+            continue  # a program may set up the process that it owns
+        assert not pattern.search(text), f"{path} holds {what}"
+
+
+def test_no_vague_file_names():
+    vague = {"utils", "util", "helper", "helpers", "common", "base", "misc", "v2"}
+    for path in [*PACKAGE.rglob("*"), *(ROOT / "csrc").rglob("*"), *(ROOT / "bench").rglob("*")]:
+        assert path.stem.lower() not in vague, f"{path.name} does not say what it holds"
+
+
+def test_public_surface_is_exported():
+    for name in ("BackendError", "Mask", "explain", "ops", "use_backend"):
+        assert hasattr(tfk, name)
+    assert isinstance(torch.ops.tfm_kernels.layer_norm_fwd_cpu.default, torch._ops.OpOverload)
