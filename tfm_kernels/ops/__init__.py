@@ -1,7 +1,11 @@
 """The fused operations as functions. Every function takes ``backend=`` and explains itself through ``explain()``."""
 
+from .attention import attention as attention
+from .attention_varlen import attention_varlen as attention_varlen
+from .attention_weights import attention_weights as attention_weights
 from .ffn import ffn as ffn
 from .layer_norm import add_layer_norm as add_layer_norm
 from .layer_norm import add_rms_norm as add_rms_norm
 from .layer_norm import layer_norm as layer_norm
 from .layer_norm import rms_norm as rms_norm
+from .scaled_dot_product_attention import scaled_dot_product_attention as scaled_dot_product_attention

@@ -1,0 +1,67 @@
+"""Attention by PyTorch's own best, F.scaled_dot_product_attention, with what lies in padding kept out."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..mask import Band, Mask
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Tensor | None, scale: float) -> Tensor:
+    """out of a dense call."""
+    batch, heads, queries, _ = q.shape
+    key_heads, keys = k.shape[1], k.shape[2]
+    if mask.key_lengths is None and mask.keep_matrix is None and bias is None:
+        band = mask.band(queries, keys)
+        if band.high >= keys and band.low <= -queries:
+            return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=heads != key_heads)
+        if band == Band(high=0):  # keys behind the last query are seen by none: leave them out
+            k, v = k[:, :, :queries], v[:, :, :queries]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != key_heads)
+    visible = _visible(mask, bias, queries, keys, q.device)
+    seen = visible.any(-2).unsqueeze(-1)  # (B or 1, Hq or 1, Tk or 1, 1)
+    sees = visible.any(-1, keepdim=True)  # (B or 1, Hq or 1, Tq or 1, 1)
+    if seen.shape[1] > 1 and heads != key_heads:
+        k, v = (t.repeat_interleave(heads // key_heads, dim=1) for t in (k, v))
+    q, k, v = q.masked_fill(~sees, 0.0), k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
+    added = visible if bias is None else bias.masked_fill(~visible, -torch.inf)
+    out = F.scaled_dot_product_attention(q, k, v, added, scale=scale, enable_gqa=heads != k.shape[1])
+    return out.masked_fill(~sees, 0.0)
+
+
+def attention_varlen(
+    query: Tensor,  # (total_q, Hq, D)
+    key: Tensor,  # (total_k, Hk, D)
+    value: Tensor,  # (total_k, Hk, Dv)
+    mask: Mask,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+) -> Tensor:
+    """out of a packed call: one dense call per segment."""
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    parts = [q[:, :, :0] @ k[:, :1, :0].transpose(-1, -2) @ v[:, :1, :0]]  # no row; keeps an empty call differentiable
+    for i0, i1, j0, j1 in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+        if i1 > i0:
+            parts.append(attention(q[:, :, i0:i1], k[:, :, j0:j1], v[:, :, j0:j1], mask, None, scale))
+    return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+
+
+def _visible(mask: Mask, bias: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Who sees whom, in the smallest shape that broadcasts to (B, Hq, Tq, Tk)."""
+    parts = []
+    if mask.has_band():
+        parts.append(Mask(mask.top_left, mask.bottom_right).dense(1, 1, queries, keys, device))
+    if mask.key_lengths is not None:
+        parts.append(Mask(key_lengths=mask.key_lengths).dense(mask.key_lengths.shape[0], 1, 1, keys, device))
+    if mask.keep_matrix is not None:
+        parts.append(mask.keep_matrix)
+    if bias is not None:
+        parts.append(bias != -torch.inf)
+    visible = parts[0]
+    for part in parts[1:]:
+        visible = visible & part
+    return visible

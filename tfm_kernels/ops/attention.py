@@ -1,0 +1,226 @@
+"""Attention: softmax(scale q k^T + bias) v over the keys that a mask shows.
+
+Per batch b, query head h, query i and key j; key head h // (Hq / Hk); f are dropout's factors, 0 or 1 / (1 - p), with
+row (b Hq + h) Tq + i and column j in the rule of tfm_kernels/dropout.py.
+
+    x_ij  = scale q_i . k_j + bias_ij                                       (A.1)  in float32 (float64 for float64)
+    lse_i = log sum_j exp(x_ij)        over the keys that row i may see     (A.2)  -inf where it sees none
+    p_ij  = exp(x_ij - lse_i)          0 at hidden keys                     (A.3)
+    out_i = sum_j f_ij p_ij v_j                                             (A.4)
+
+    dv_j    = sum_i f_ij p_ij dout_i   over the group's heads               (A.5)
+    dp_ij   = f_ij dout_i . v_j                                             (A.6)
+    dx_ij   = p_ij (dp_ij - dout_i . out_i + dlse_i)                        (A.7)
+    dq_i    = scale sum_j dx_ij k_j                                         (A.8)
+    dk_j    = scale sum_i dx_ij q_i    over the group's heads               (A.9)
+    dbias   = dx summed over the axes that bias was broadcast along         (A.10)
+
+Hidden are the pairs that the mask hides and those whose bias is -inf. A row that sees no key gives 0 and has gradient
+0; a key that no query of its head may see counts as 0, so that what lies in padding reaches nothing.
+
+The operators serve dense and packed calls. Dense: (B, H, T, D), lse (B, Hq, Tq). Packed ("varlen", with cu_seqlens):
+(total, H, D), lse (Hq, total_q), dropout row (b Hq + h) max_seqlen_q + i with i, j counted within the segment.
+window = [low, high] of the band measured from the top-left corner, then of the one from the bottom-right (mask.Band).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dropout
+from .._backend import Op, register, select
+from .._library import declare, differentiate, missing
+from ..aten import attention as aten
+from ..mask import Mask
+from ..reference import attention as reference
+from .attention_call import AttentionCall, describe_dense
+
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, {residuals}Tensor? bias, Tensor? keep, Tensor? key_lengths, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, int[] window, float scale, "
+    "float dropout_p, Tensor? seed, bool deterministic"
+)
+
+
+def _fwd_fake(query, key, value, bias, keep, key_lengths, cu_seqlens_q, *rest):  # noqa: ANN001
+    statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if cu_seqlens_q is not None:
+        total, heads, _ = query.shape
+        return query.new_empty(total, heads, value.shape[2]), query.new_empty(heads, total, dtype=statistics)
+    batch, heads, queries, _ = query.shape
+    out = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+    return out, query.new_empty(batch, heads, queries, dtype=statistics)
+
+
+def _bwd_fake(dout, dlse, query, key, value, out, lse, bias, keep, key_lengths, cu_seqlens_q, *rest):  # noqa: ANN001
+    need_dbias = rest[-1]
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if need_dbias else query.new_empty(0)
+    if cu_seqlens_q is not None:
+        return *(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)), dbias
+    swapped = lambda t: t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2)  # noqa: E731
+    return swapped(query), swapped(key), swapped(value), dbias
+
+
+COMPILED = ("cpu",)
+_forward = declare("attention_fwd", f"({_ARGUMENTS.format(residuals='')}) -> (Tensor, Tensor)", _fwd_fake, COMPILED)
+_backward = declare(
+    "attention_bwd",
+    f"(Tensor dout, Tensor? dlse, {_ARGUMENTS.format(residuals='Tensor out, Tensor lse, ')}, bool need_dbias) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _bwd_fake,
+    COMPILED,
+)
+
+
+def _save(ctx: Any, arguments: tuple, outputs: tuple) -> None:
+    *tensors, max_seqlen_q, max_seqlen_k, window, scale, dropout_p, seed, deterministic = arguments
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, seed, *outputs)
+    ctx.settings = max_seqlen_q, max_seqlen_k, window, scale, dropout_p, deterministic
+
+
+def _gradients(ctx: Any, bwd: Any, needs: tuple, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    query, key, value, bias, *indices, seed, out, lse = ctx.saved_tensors
+    *settings, deterministic = ctx.settings
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, dbias = bwd(
+        dout, dlse, query, key, value, out, lse, bias, *indices, *settings, seed, deterministic, needs[3]
+    )
+    return dq, dk, dv, dbias if needs[3] else None, *([None] * 11)
+
+
+_apply = differentiate(_forward, _backward, _save, _gradients)
+
+
+def _aten_cannot(call: AttentionCall) -> str | None:
+    if call.return_lse:
+        return "F.scaled_dot_product_attention does not return lse"
+    if call.dropout_p > 0.0:
+        return "F.scaled_dot_product_attention draws dropout from torch's generator, not by tfm_kernels.dropout"
+    if call.cu_seqlens_q is not None and torch.compiler.is_compiling():
+        return "it loops over the segments, whose lengths a compiled graph does not know"
+    return None
+
+
+def _cpu_cannot(call: AttentionCall) -> str | None:
+    if call.query.device.type != "cpu":
+        return f"needs a CPU tensor, got {call.query.device}"
+    return missing("attention_fwd", "cpu") or missing("attention_bwd", "cpu")
+
+
+SUPPORT = {"reference": lambda call: None, "aten": _aten_cannot, "cpu": _cpu_cannot}
+
+
+def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's name for it)
+    """Backends in the order of automatic choice."""
+    return ("cpu", "aten", "reference") if call.query.device.type == "cpu" else ("aten", "reference")
+
+
+def run(call: AttentionCall, backend: str) -> tuple[Tensor, Any]:
+    """(out, lse) of a checked call on one backend; aten has no lse."""
+    seed, mask = call.seed, call.mask
+    cu_seqlens: Any = (call.cu_seqlens_q, call.cu_seqlens_k)
+    if call.dropout_p == 0.0:
+        seed = None
+    elif seed is None:
+        seed = dropout.draw_seed(call.query.device)
+    tensors, longest = (call.query, call.key, call.value), (call.max_seqlen_q, call.max_seqlen_k)
+    if backend in COMPILED:
+        window = [mask.top_left.low, mask.top_left.high, mask.bottom_right.low, mask.bottom_right.high]
+        indices = call.bias, mask.keep_matrix, mask.key_lengths, *cu_seqlens
+        return _apply(
+            backend, *tensors, *indices, *longest, window, call.scale, call.dropout_p, seed, call.deterministic
+        )
+    random: Any = (call.scale, call.dropout_p, seed)
+    if call.cu_seqlens_q is None:
+        if backend == "aten":
+            return aten.attention(*tensors, mask, call.bias, call.scale), None
+        return reference.attention(*tensors, mask, call.bias, *random)
+    if backend == "aten":
+        return aten.attention_varlen(*tensors, mask, *cu_seqlens, call.scale), None
+    return reference.attention_varlen(*tensors, mask, *cu_seqlens, *longest, *random)
+
+
+def describe(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+) -> AttentionCall:
+    """Checks the arguments of ``attention``."""
+    return describe_dense("attention", query, key, value, mask, bias, scale, dropout_p, seed, return_lse, deterministic)
+
+
+_OP = register(Op("attention", SUPPORT, PREFER, describe))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend: every query takes the average of the values, weighted by how well it matches their keys.
+
+    out = dropout(softmax(scale * query key^T + bias, over the keys that mask shows)) value      (A.1 to A.4)
+
+    Args:
+        query: (B, Hq, Tq, D), float16 | bfloat16 | float32 | float64. Any strides: a transposed view of (B, T, H, D)
+            costs no copy.
+        key: (B, Hk, Tk, D) of the same dtype and device; Hk divides Hq, and key head h // (Hq / Hk) serves head h.
+        value: (B, Hk, Tk, Dv).
+        mask: a ``Mask``; or a tensor as F.scaled_dot_product_attention takes it: bool (True = may attend), or floating
+            (added like ``bias``). (Tq, Tk) or 4-D, broadcast to (B, Hq, Tq, Tk). None shows everything.
+        bias: added to the scores, in float32; of query's dtype or float32, (Tq, Tk) or 4-D, broadcast to
+            (B, Hq, Tq, Tk). -inf hides. Its gradient is summed over the axes it was broadcast along.
+        scale: factor of the scores, by default 1 / sqrt(D).
+        dropout_p: probability to drop a weight, in [0, 1].
+        seed: () int64 on query's device; None draws one from torch's generator where dropout_p > 0.
+        return_lse: also return lse.
+        deterministic: the backward repeats bit by bit; False allows atomic sums where they are faster.
+        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+
+    Returns:
+        (B, Hq, Tq, Dv), dtype and device of ``query``; a transposed view of contiguous (B, Tq, Hq, Dv). With
+        ``return_lse`` also lse (B, Hq, Tq), float32 (float64 for float64), differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong (the message names it, what was expected and what it is).
+        BackendError: ``backend`` was named and cannot run this call (the message says why).
+
+    Numerics: scores, softmax and sums in float32 (float64 for float64); one rounding, at the store. A row that sees no
+        key gives 0, lse -inf and gradients 0. NaN in a key that no query may see reaches nothing. Deterministic.
+        Differentiable once in query, key, value, bias; twice on reference and aten.
+    Cost: 4 B Hq Tq Tk D operations forward and 10 backward, hidden tiles left out; extra memory O(T).
+    Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; Dao 2023, arXiv:2307.08691, algorithms 1 and 2.
+
+    Example:
+        >>> q = k = v = torch.randn(2, 4, 10, 16)
+        >>> attention(q, k, v, Mask.causal()).shape
+        torch.Size([2, 4, 10, 16])
+    """
+    call = describe(
+        query, key, value, mask, bias=bias, scale=scale, dropout_p=dropout_p, seed=seed,
+        return_lse=return_lse, deterministic=deterministic,
+    )  # fmt: skip
+    out, lse = run(call, select(_OP, call, backend))
+    return (out, lse) if return_lse else out

@@ -1,0 +1,188 @@
+"""The arguments of an attention call, checked and brought to one form that every backend understands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _check
+from ..mask import Mask
+
+_EVERYTHING = Mask()
+LONGEST = 1 << 31  # positions of one sequence; also what the dropout counter leaves room for
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """A checked call. Dense calls have no cu_seqlens; bias is 4-D; a float mask has become part of the bias."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask
+    bias: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    dropout_p: float
+    seed: Tensor | None
+    return_lse: bool
+    deterministic: bool
+
+
+def describe_dense(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+    bias: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    return_lse: bool,
+    deterministic: bool,
+) -> AttentionCall:
+    """Checks a dense call: (B, Hq, Tq, D), (B, Hk, Tk, D), (B, Hk, Tk, Dv)."""
+    check_heads(op, query, key, value, "(B, H, T, D)", 4)
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    if key.shape[0] != batch:
+        raise ValueError(f"{op}: key must have the batch size {batch} of query, got shape {tuple(key.shape)}")
+    _check.shape(op, "value", value, (*key.shape[:3], value.shape[3]), f"key {tuple(key.shape)}")
+    if queries >= LONGEST or keys >= LONGEST:
+        raise ValueError(f"{op}: Tq and Tk must be below 2**31, got {queries} and {keys}")
+    sizes = (batch, heads, queries, keys)
+    bias = check_bias(op, "bias", bias, query, sizes)
+    mask, bias = mask_and_bias(op, mask, bias, query, sizes)
+    scale = check_scale(op, scale, query)
+    check_rest(op, query, dropout_p, seed, return_lse=return_lse, deterministic=deterministic)
+    return AttentionCall(
+        query, key, value, mask, bias, None, None, queries, keys, scale, dropout_p, seed, return_lse, deterministic
+    )
+
+
+def check_heads(op: str, query: Tensor, key: Tensor, value: Tensor | None, layout: str, dims: int) -> None:
+    """Refuses tensors of another layout, of several dtypes or devices, or whose heads do not match."""
+    given = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
+    for name, tensor in given.items():
+        _check.tensor(op, name, tensor)
+        if tensor.dim() != dims:
+            raise ValueError(f"{op}: {name} must be {layout}, {dims} dimensions, got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in _check.FLOATING:
+            _check.floating(op, **given)
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            _check.same(op, **given)
+        if tensor.shape[-1] == 0:
+            raise ValueError(f"{op}: {name} must have a last dimension of at least 1, got shape {tuple(tensor.shape)}")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"{op}: key must have the head dimension {query.shape[-1]} of query, got shape {tuple(key.shape)}"
+        )
+    heads, key_heads = query.shape[1], key.shape[1]
+    if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
+        raise ValueError(f"{op}: query must have a multiple of key's {key_heads} heads, got {heads}")
+
+
+def check_bias(
+    op: str, name: str, bias: Tensor | None, query: Tensor, sizes: tuple[int, int, int, int]
+) -> Tensor | None:
+    """The bias as 4-D tensor that broadcasts to (B, Hq, Tq, Tk)."""
+    if bias is None:
+        return None
+    _check.tensor(op, name, bias, optional=True)
+    if bias.dtype not in (query.dtype, torch.float32):
+        wanted = "float32" if query.dtype == torch.float32 else f"float32 or query's {_check.dtype_name(query.dtype)}"
+        raise ValueError(f"{op}: {name} must be {wanted}, got {_check.dtype_name(bias.dtype)}")
+    return _broadcastable(op, name, bias, query, sizes)
+
+
+def check_scale(op: str, scale: float | None, query: Tensor) -> float:
+    """The scale of a call, 1/sqrt(D) by default."""
+    if scale is None:
+        return 1.0 / math.sqrt(query.shape[-1])
+    _check.number(op, "scale", scale)
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"{op}: scale must be a finite number, got {scale}")
+    return float(scale)
+
+
+def check_rest(op: str, query: Tensor, dropout_p: float, seed: Tensor | None, **flags: bool) -> None:
+    """Refuses a bad dropout_p, seed or flag; draws nothing."""
+    _check.probability(op, "dropout_p", dropout_p)
+    if seed is not None:
+        _check.seed(op, dropout_p, seed, query.device)
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{op}: {name} must be True or False, got {type(flag).__name__}")
+
+
+def check_mask(op: str, mask: Mask, query: Tensor, sizes: tuple[int, int, int, int]) -> Mask:
+    """Refuses a Mask whose tensors do not fit (B, Hq, Tq, Tk)."""
+    lengths, keep = mask.key_lengths, mask.keep_matrix
+    if lengths is not None:
+        batch, _, _, keys = sizes
+        _check.shape(op, "mask's key_lengths", lengths, (batch,), f"query {tuple(query.shape)}")
+        check_device(op, "mask's key_lengths", lengths, query)
+        if on_host(lengths) and batch and (lengths.min() < 0 or lengths.max() > keys):
+            raise ValueError(
+                f"{op}: mask's key_lengths must lie in [0, {keys}], the number of keys, got values from "
+                f"{int(lengths.min())} to {int(lengths.max())}"
+            )
+    if keep is not None:
+        _broadcastable(op, "mask", keep, query, sizes)
+    return mask
+
+
+def check_device(op: str, name: str, tensor: Tensor, query: Tensor) -> None:
+    """Refuses a tensor that is not where query is."""
+    if tensor.device != query.device:
+        raise ValueError(f"{op}: {name} must be on query's device {query.device}, got {tensor.device}")
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the values may be looked at: in host memory, and nothing is being traced."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def mask_and_bias(
+    op: str, mask: object, bias: Tensor | None, query: Tensor, sizes: tuple[int, int, int, int]
+) -> tuple[Mask, Tensor | None]:
+    """The mask argument as a Mask, and the bias: a bool tensor becomes a keep matrix, a floating one joins the bias."""
+    if mask is None:
+        return _EVERYTHING, bias
+    if isinstance(mask, Mask):
+        return check_mask(op, mask, query, sizes), bias
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{op}: mask must be a Mask, a tensor or None, got {type(mask).__name__}")
+    if mask.dtype == torch.bool:
+        return Mask(keep_matrix=_broadcastable(op, "mask", mask, query, sizes)), bias
+    if mask.dtype not in (query.dtype, torch.float32):
+        raise ValueError(
+            f"{op}: mask must be bool (True = may attend) or floating like query (added to the scores), "
+            f"got {_check.dtype_name(mask.dtype)}"
+        )
+    added = _broadcastable(op, "mask", mask, query, sizes)
+    return _EVERYTHING, added if bias is None else added + bias
+
+
+def _broadcastable(op: str, name: str, tensor: Tensor, query: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+    check_device(op, name, tensor, query)
+    if tensor.dim() == 3:
+        raise ValueError(
+            f"{op}: {name} of shape {tuple(tensor.shape)} is ambiguous; write (B, 1, Tq, Tk) with .unsqueeze(1), or "
+            "(1, H, Tq, Tk) with .unsqueeze(0)"
+        )
+    if tensor.dim() == 2:
+        tensor = tensor[None, None]
+    if tensor.dim() != 4 or any(given not in (1, full) for given, full in zip(tensor.shape, sizes, strict=True)):
+        raise ValueError(
+            f"{op}: {name} must be (Tq, Tk) or 4-D and broadcast to (B, H, Tq, Tk) = {sizes}, "
+            f"got shape {tuple(tensor.shape)}"
+        )
+    return tensor
