@@ -225,7 +225,9 @@ def _join(inputs: Mapping[str, Any], parts: list[tuple[Rows, dict[str, Expected]
     joined = {}
     for name in parts[0][1] if parts else ("out", "lse"):
         dtype = statistics if name == "lse" else query.dtype
-        number = torch.full(shapes[name], -torch.inf if name == "lse" else 0.0, dtype=torch.float64, device=query.device)
+        number = torch.full(
+            shapes[name], -torch.inf if name == "lse" else 0.0, dtype=torch.float64, device=query.device
+        )
         bound = torch.zeros_like(number)
         for rows, part in parts:
             for target, source in ((number, part[name].value), (bound, part[name].bound)):

@@ -1,8 +1,8 @@
 """The ffn judge: float64 truth, bounds and the written-out eager formula.
 
-    a = x w1^T + b1,  c = x gate^T,  h = act(a) c keep / (1 - p),  y = h w2^T + b2
-    dh = dy w2 keep / (1 - p),  da = dh act'(a) c,  dc = dh act(a)
-    dx = da w1 + dc gate,  dw1 = da^T x,  db1 = sum da,  dgate = dc^T x,  dw2 = dy^T h,  db2 = sum dy
+a = x w1^T + b1,  c = x gate^T,  h = act(a) c keep / (1 - p),  y = h w2^T + b2
+dh = dy w2 keep / (1 - p),  da = dh act'(a) c,  dc = dh act(a)
+dx = da w1 + dc gate,  dw1 = da^T x,  db1 = sum da,  dgate = dc^T x,  dw2 = dy^T h,  db2 = sum dy
 """
 
 from __future__ import annotations

@@ -129,7 +129,9 @@ def _componentwise(report: Report, name: str, got: Tensor, want: Expected, slack
         wrong = wrong | (want.zeros & (k != 0) & ~k.isnan())
     if bool(wrong.any()):
         where = _first(wrong)
-        report.add(name, "placement", float("inf"), f"{_at(where)}: got {k[where].item()}, expected {value[where].item()}")
+        report.add(
+            name, "placement", float("inf"), f"{_at(where)}: got {k[where].item()}, expected {value[where].item()}"
+        )
     error = (k - value).abs()
     ratio = torch.where(same | overflown | wrong, 0.0, error / bound)
     ratio = torch.where(same | overflown | wrong | (error > 0) | ~k.isfinite(), ratio, 0.0)
@@ -147,7 +149,10 @@ def _frobenius(report: Report, name: str, got: Tensor, want: Expected, eager: Te
     if eager is None or size == 0 or not bool(eager.isfinite().all()):
         return
     r = rounding(want.dtype)
-    mine, theirs = float((got.detach().double() - want.value).norm() / size), float((eager.double() - want.value).norm() / size)
+    mine, theirs = (
+        float((got.detach().double() - want.value).norm() / size),
+        float((eager.double() - want.value).norm() / size),
+    )
     if not judged:
         report.add(name, "gross", mine / (8 * theirs + 64 * r.unit), "is it the same function, the same dropout mask?")
         if theirs > 0:
@@ -191,7 +196,11 @@ def _eager(
     grads: Mapping[str, Tensor | None],
 ) -> dict[str, Tensor]:
     """E's outputs and gradients, named as the judge names them."""
-    leaves = {name: t.detach().clone().requires_grad_(grads.get(name) is not None) for name, t in inputs.items() if _is_data(t)}
+    leaves = {
+        name: t.detach().clone().requires_grad_(grads.get(name) is not None)
+        for name, t in inputs.items()
+        if _is_data(t)
+    }
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     with torch.enable_grad():
         outputs = truth.eager(op, {**inputs, **leaves})

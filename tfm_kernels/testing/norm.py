@@ -1,8 +1,8 @@
 """The norm family's judge: float64 truth, bounds and the written-out eager formula of layer_norm, rms_norm and add_*.
 
-    z    = residual + dropout(x), rounded once to the storage type (plain norms: z = x)
-    y    = xhat * weight + bias, xhat = (z - mu) * rstd       RMSNorm: mu = 0 and no bias
-    dz   = rstd * (g - mean(g) - xhat * sum(g xhat) / n),     g = dy * weight; n = N, or N - 1 with unbiased=True
+z    = residual + dropout(x), rounded once to the storage type (plain norms: z = x)
+y    = xhat * weight + bias, xhat = (z - mu) * rstd       RMSNorm: mu = 0 and no bias
+dz   = rstd * (g - mean(g) - xhat * sum(g xhat) / n),     g = dy * weight; n = N, or N - 1 with unbiased=True
 """
 
 from __future__ import annotations

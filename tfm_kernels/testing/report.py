@@ -76,14 +76,19 @@ class Report:
     def raise_broken(self) -> Report:
         """Raises ContractError where a rule is broken; else returns itself."""
         if self.broken:
-            lines = [f"{f.tensor}: {f.rule} broken, error / bound = {f.ratio:.4g}{_after(f.detail)}" for f in self.broken]
+            lines = [
+                f"{f.tensor}: {f.rule} broken, error / bound = {f.ratio:.4g}{_after(f.detail)}" for f in self.broken
+            ]
             raise ContractError(f"{self.op}: backend {self.backend!r} on {self.label}: " + "; ".join(lines))
         return self
 
     def __str__(self) -> str:
         """One line a tensor: error / bound of each rule."""
         rules = sorted({finding.rule for finding in self.findings})
-        lines = [f"{self.op} [{self.backend}] {self.label}", f"  {'tensor':12}" + "".join(f"{rule:>11}" for rule in rules)]
+        lines = [
+            f"{self.op} [{self.backend}] {self.label}",
+            f"  {'tensor':12}" + "".join(f"{rule:>11}" for rule in rules),
+        ]
         for tensor in dict.fromkeys(finding.tensor for finding in self.findings):
             cells = {finding.rule: finding.ratio for finding in self.findings if finding.tensor == tensor}
             lines.append(

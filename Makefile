@@ -1,0 +1,56 @@
+# One entry for each task, the same at the desk and in CI. `make test` and `make demo` start from nothing but Python,
+# a C++ compiler and PyPI.
+#
+#   PYTHON   the interpreter that makes .venv
+#   TORCH    what pip installs as torch; the default is the version the project is tested with
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h')
+SANITIZED := build/sanitized
+
+.PHONY: build lint test test-all sanitize demo bench clean
+
+$(VENV)/deps: setup.py Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -U pip "setuptools>=70.1"
+	$(BIN)/pip install -q $(TORCH) ninja pybind11
+	touch $@
+
+# -e: what is tested is the checkout; ninja compiles again only what changed
+build: $(VENV)/deps
+	$(BIN)/pip install -q --no-build-isolation -e '.[dev]'
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest -q
+
+# the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the tree
+sanitize: $(VENV)/deps
+	rm -rf $(SANITIZED)/tfm_kernels $(SANITIZED)/csrc $(SANITIZED)/tests
+	mkdir -p $(SANITIZED)
+	git ls-files setup.py csrc tfm_kernels tests | tar cf - -T - | tar xf - -C $(SANITIZED)
+	cd $(SANITIZED) && CXX="c++ -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1" \
+	  $(abspath $(BIN))/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 $(abspath $(BIN))/python -m tests.sanitized
+
+demo: $(VENV)/deps
+	$(BIN)/pip install -q --no-build-isolation -e '.[demo,plot]'
+	$(BIN)/python -m tfm_kernels.demo
+
+bench: build
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf build dist $(VENV) *.egg-info tfm_kernels/*.so

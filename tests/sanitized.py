@@ -1,0 +1,26 @@
+"""Runs the C++ kernels forward and backward on a reduced case list; meant for a build with sanitizers.
+
+It judges nothing: a finding of the sanitizer ends the process. Numbers are judged by tests/ops/test_contract.py.
+
+    python -m tests.sanitized
+"""
+
+import torch
+
+from tests.cases import CASES, run_case
+
+EVERY = 12
+
+
+def main() -> None:
+    """Every twelfth case of the contract list, and a word about how many."""
+    torch.set_num_threads(2)
+    count = 0
+    for case in CASES[::EVERY]:
+        run_case(case, "cpu")
+        count += 1
+    print(f"{count} passed, 0 failed")
+
+
+if __name__ == "__main__":
+    main()
