@@ -49,7 +49,7 @@ def describe_dense(
     deterministic: bool,
 ) -> AttentionCall:
     """Checks a dense call: (B, Hq, Tq, D), (B, Hk, Tk, D), (B, Hk, Tk, Dv)."""
-    check_heads(op, query, key, value, "(B, H, T, D)", 4)
+    check_heads(op, {"query": query, "key": key, "value": value}, "(B, H, T, D)", 4)
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     if key.shape[0] != batch:
@@ -67,11 +67,12 @@ def describe_dense(
     )
 
 
-def check_heads(op: str, query: Tensor, key: Tensor, value: Tensor | None, layout: str, dims: int) -> None:
+def check_heads(op: str, given: dict[str, Tensor], layout: str, dims: int) -> None:
     """Refuses tensors of another layout, of several dtypes or devices, or whose heads do not match."""
-    given = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
     for name, tensor in given.items():
         _check.tensor(op, name, tensor)
+    query, key = given["query"], given["key"]
+    for name, tensor in given.items():
         if tensor.dim() != dims:
             raise ValueError(f"{op}: {name} must be {layout}, {dims} dimensions, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in _check.FLOATING:

@@ -30,7 +30,7 @@ def describe(
 ) -> AttentionCall:
     """Checks the arguments of ``attention_varlen``."""
     op = "attention_varlen"
-    check_heads(op, query, key, value, "(total, H, D)", 3)
+    check_heads(op, {"query": query, "key": key, "value": value}, "(total, H, D)", 3)
     _check.shape(op, "value", value, (*key.shape[:2], value.shape[2]), f"key {tuple(key.shape)}")
     _check_segments(op, "cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, query)
     _check_segments(op, "cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, key)

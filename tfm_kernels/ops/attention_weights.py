@@ -63,7 +63,7 @@ def attention_weights(
         >>> attention_weights(q, k, lse, rows=[9], average=True).shape
         torch.Size([2, 1, 10])
     """
-    check_heads(_NAME, query, key, None, "(B, H, T, D)", 4)
+    check_heads(_NAME, {"query": query, "key": key}, "(B, H, T, D)", 4)
     batch, all_heads, queries, _ = query.shape
     keys = key.shape[2]
     if key.shape[0] != batch:

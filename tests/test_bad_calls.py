@@ -1,0 +1,223 @@
+"""Thousands of generated bad calls: each is refused with one clear sentence, whatever backend was named.
+
+A case is a valid call with one thing spoilt. What may be spoilt without becoming valid again is written down per
+function: sizes that are tied to another argument, tensors that share a dtype or a device, values out of range.
+"""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+
+BACKENDS = [None, "reference", "aten", "cpu"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+NOT_TENSORS = ["x", 1.5, [1.0], object()]
+NOT_FLOATING = [torch.int64, torch.int8, torch.bool, torch.complex64]
+NUMBERS = ["0.1", [], float("nan"), -0.5, True]
+PROBABILITIES = [*NUMBERS, None, 1.0001, float("inf")]
+EPS = [*NUMBERS, float("inf")]
+SEEDS = [
+    7,
+    "7",
+    torch.tensor(7.0),
+    torch.tensor([7]),
+    torch.tensor(7, dtype=torch.int32),
+    torch.tensor(7, device="meta"),
+]
+FLAGS = [1, None, "yes"]
+BACKEND_NAMES = ["cuda:0", "", 3, "CPU", ("cpu",)]
+
+
+def norm(dtype, residual, rms):
+    arguments = {"x": torch.randn(3, 5, 8).to(dtype)}
+    if residual:
+        arguments["residual"] = torch.randn(3, 5, 8).to(dtype)
+    arguments["weight"] = torch.randn(8).to(dtype)
+    if not rms:
+        arguments["bias"] = torch.randn(8).to(dtype)
+    return arguments
+
+
+def dense(dtype):
+    shapes = {"query": (2, 4, 5, 8), "key": (2, 2, 6, 8), "value": (2, 2, 6, 3)}
+    return {name: torch.randn(*shape).to(dtype) for name, shape in shapes.items()}
+
+
+def dense_with_bias(dtype):
+    return dense(dtype) | {"bias": torch.randn(2, 4, 5, 6).to(dtype)}
+
+
+def varlen(dtype):
+    shapes = {"query": (7, 4, 8), "key": (9, 2, 8), "value": (9, 2, 3)}
+    packed = {name: torch.randn(*shape).to(dtype) for name, shape in shapes.items()}
+    indices = {"cu_seqlens_q": torch.tensor([0, 3, 7]), "cu_seqlens_k": torch.tensor([0, 4, 9])}
+    return packed | indices | {"max_seqlen_q": 4, "max_seqlen_k": 5}
+
+
+def feed_forward(dtype):
+    shapes = {"x": (3, 5, 8), "w1": (12, 8), "b1": (12,), "w2": (8, 12), "b2": (8,), "gate": (12, 8)}
+    return {name: torch.randn(*shape).to(dtype) for name, shape in shapes.items()}
+
+
+# function -> (valid arguments, {tensor: axes whose size is tied}, tensors whose rank is free, required tensors,
+#              tensors that may not be float64 beside others of another dtype, {option: bad values})
+FUNCTIONS = {
+    "layer_norm": (
+        functools.partial(norm, residual=False, rms=False),
+        {"x": [2], "weight": [0], "bias": [0]},
+        {"x"},
+        {"x"},
+        {"weight", "bias"},
+        {"eps": [*EPS, None], "unbiased": FLAGS},
+    ),
+    "rms_norm": (
+        functools.partial(norm, residual=False, rms=True),
+        {"x": [2], "weight": [0]},
+        {"x"},
+        {"x"},
+        {"weight"},
+        {"eps": EPS},
+    ),
+    "add_layer_norm": (
+        functools.partial(norm, residual=True, rms=False),
+        {"x": [0, 1, 2], "residual": [0, 1, 2], "weight": [0], "bias": [0]},
+        set(),
+        {"x", "residual"},
+        {"weight", "bias"},
+        {"eps": [*EPS, None], "unbiased": FLAGS, "dropout_p": PROBABILITIES, "seed": SEEDS, "dropout_rows": SEEDS},
+    ),
+    "add_rms_norm": (
+        functools.partial(norm, residual=True, rms=True),
+        {"x": [0, 1, 2], "residual": [0, 1, 2], "weight": [0]},
+        set(),
+        {"x", "residual"},
+        {"weight"},
+        {"eps": EPS, "dropout_p": PROBABILITIES, "seed": SEEDS, "dropout_rows": SEEDS},
+    ),
+    "attention": (
+        dense_with_bias,
+        {"query": [0, 1, 2, 3], "key": [0, 2, 3], "value": [0, 1, 2], "bias": [0, 1, 2, 3]},
+        set(),
+        {"query", "key", "value"},
+        {"query", "key", "value", "bias"},
+        {
+            "scale": ["1", float("nan"), float("inf"), [], True],
+            "dropout_p": PROBABILITIES,
+            "seed": SEEDS,
+            "return_lse": FLAGS,
+            "deterministic": FLAGS,
+            "mask": ["causal", 1, torch.ones(2, 5, 6, dtype=torch.bool), torch.ones(5, 7, dtype=torch.bool)]
+            + [torch.ones(5, dtype=torch.bool), torch.ones(5, 6, dtype=torch.int64), torch.ones(3, 1, 1, 6) > 0]
+            + [tfk.Mask.lengths(torch.tensor(v)) for v in ([1], [1, 2, 3], [-1, 2], [2, 7])]
+            + [tfk.Mask.keep(torch.ones(*s, dtype=torch.bool)) for s in ((4, 6), (5, 5), (3, 1, 5, 6), (2, 3, 5, 6))],
+        },
+    ),
+    "attention_varlen": (
+        varlen,
+        {"query": [0, 1, 2], "key": [0, 2], "value": [0, 1]},
+        set(),
+        {"query", "key", "value", "cu_seqlens_q", "cu_seqlens_k"},
+        {"query", "key", "value"},
+        {
+            "scale": ["1", float("nan"), float("inf"), [], True],
+            "dropout_p": PROBABILITIES,
+            "seed": SEEDS,
+            "return_lse": FLAGS,
+            "deterministic": FLAGS,
+            "max_seqlen_q": ["4", None, -1, 3, 2.5, True],
+            "max_seqlen_k": ["5", None, -1, 4, 2.5, True],
+            "cu_seqlens_q": [
+                torch.tensor(v) for v in ([0, 3], [1, 3, 7], [0, 5, 3], [0, 3, 8], [0, -1, 7], [[0, 3, 7]])
+            ]
+            + [torch.tensor([0.0, 3.0, 7.0]), torch.tensor([0, 2, 3, 7]), torch.tensor([], dtype=torch.int64)],
+            "cu_seqlens_k": [
+                torch.tensor(v) for v in ([0, 9], [1, 4, 9], [0, 9, 4], [0, 4, 10], [0, -4, 9], [[0, 4, 9]])
+            ],
+            "mask": ["causal", torch.ones(7, 9, dtype=torch.bool), tfk.Mask.lengths(torch.tensor([1, 2]))]
+            + [tfk.Mask.keep(torch.ones(7, 9, dtype=torch.bool))],
+        },
+    ),
+    "ffn": (
+        feed_forward,
+        {"x": [2], "w1": [0, 1], "b1": [0], "w2": [1], "b2": [0], "gate": [0, 1]},
+        {"x"},
+        {"x", "w1", "w2"},
+        {"x", "w1", "b1", "w2", "b2", "gate"},
+        {
+            "activation": ["tanh", "RELU", None, 3, torch.relu],
+            "dropout_p": PROBABILITIES,
+            "seed": SEEDS,
+            "dropout_rows": SEEDS,
+            "recompute": FLAGS,
+        },
+    ),
+}
+
+
+def spoilt(name, dtype):
+    """(what was done, arguments) for every way to spoil one thing of a valid call of function ``name``."""
+    build, tied, rank_free, required, one_dtype, options = FUNCTIONS[name]
+    valid = build(dtype)
+    tensors = {key: value for key, value in valid.items() if isinstance(value, torch.Tensor)}
+    for key, tensor in tensors.items():
+        for index, bad in enumerate(NOT_TENSORS):
+            yield f"{key} not a tensor ({index})", valid | {key: bad}
+        if key in required:
+            yield f"{key} None", valid | {key: None}
+        if tensor.is_floating_point():
+            for bad in NOT_FLOATING:
+                yield f"{key} {bad}", valid | {key: tensor.to(bad)}
+        yield f"{key} on meta", valid | {key: tensor.to("meta")}
+        if key not in rank_free:
+            yield f"{key} one more axis", valid | {key: tensor.unsqueeze(0)}
+            yield f"{key} one axis less", valid | {key: tensor.select(0, 0)}
+        for axis in tied.get(key, ()):
+            longer = torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
+            yield f"{key} axis {axis} longer", valid | {key: longer}
+        other = torch.float16 if dtype == torch.float64 else torch.float64
+        if key in one_dtype:
+            yield f"{key} {other}", valid | {key: tensor.to(other)}
+    for option, values in options.items():
+        for index, bad in enumerate(values):
+            random = {"dropout_p": 0.5} if option in ("seed", "dropout_rows") else {}
+            yield f"{option} ({index})", valid | random | {option: bad}
+
+
+CASES = [
+    (name, dtype, backend)
+    for name, dtype, backend in itertools.product(FUNCTIONS, DTYPES, BACKENDS)
+    if name in dir(tfk.ops)
+]
+
+
+def check_refusal(name, what, arguments, backend):
+    try:
+        getattr(tfk.ops, name)(**arguments, backend=backend)
+    except (TypeError, ValueError) as error:
+        sentence = str(error)
+        assert sentence.startswith(f"{name}: "), f"{what}: {sentence}"
+        assert "\n" not in sentence and len(sentence) < 300 and not sentence.endswith("."), f"{what}: {sentence}"
+    else:
+        raise AssertionError(f"{name} accepted: {what}")
+
+
+@pytest.mark.parametrize("name, dtype, backend", CASES, ids=lambda v: str(v).removeprefix("torch."))
+def test_spoilt_calls_are_refused(name, dtype, backend):
+    build = FUNCTIONS[name][0]
+    getattr(tfk.ops, name)(**build(dtype), backend=backend)  # the call that gets spoilt is a good one
+    for what, arguments in spoilt(name, dtype):
+        check_refusal(name, what, arguments, backend)
+
+
+def test_unknown_backends_are_refused():
+    for name, (build, *_) in FUNCTIONS.items():
+        for bad in BACKEND_NAMES:
+            check_refusal(name, f"backend={bad!r}", build(torch.float32), bad)
+
+
+def test_there_are_thousands():
+    count = sum(1 for name, dtype, _ in CASES for _ in spoilt(name, dtype))
+    assert count >= 2000, count
