@@ -1,7 +1,8 @@
 """The attention judge: float64 truth, bounds and the written-out eager formula of attention and attention_varlen.
 
     S = scale q k^T + bias,  P = softmax(S) over visible keys,  P~ = P keep / (1 - p),  O = P~ v,  lse = log sum exp S
-    dv = P~^T dO,  dS = P (dO v^T keep / (1 - p) - rowsum(dO O) + dlse),  dq = scale dS k,  dk = scale dS^T q,  dbias = dS
+    dv = P~^T dO,  dS = P (dO v^T keep / (1 - p) - rowsum(dO O) + dlse),  dbias = dS
+    dq = scale dS k,  dk = scale dS^T q
 
 A row that sees no key has O = 0, lse = -inf and gradients of 0; keys and values that nobody sees count as 0.
 """
@@ -92,7 +93,7 @@ def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Ex
     lse = torch.where(visible, top + total.log(), -torch.inf)
     factor = torch.ones_like(p)
     if problem.keep is not None:
-        factor = problem.keep * dropout.keep_scale(problem.dropout_p)
+        factor = problem.keep.double() * dropout.keep_scale(problem.dropout_p)
     pt = p * factor
     out = pt @ v
 
@@ -104,7 +105,7 @@ def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Ex
     e = torch.expm1(e.clamp(max=50.0))  # not e itself: heavy-tailed scores have e > 1, where exp is no longer linear
     out_a = pt @ va
     out_e = (pt * e) @ va
-    shown = torch.where(attend, factor, 0)
+    shown = torch.where(attend, factor, 0.0)
     expected = {"out": Expected(out, product_bound(out, out_a, shown @ va, tk, dtype, dtype) + out_e, dtype)}
     widest = torch.where(attend, sizes, 0).amax(-1) if tk else sizes.new_zeros(sizes.shape[:-1])
     l = lse.squeeze(-1)  # noqa: E741
@@ -129,7 +130,7 @@ def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Ex
     if r.narrow:
         we = we + max(d, dv_width) ** 0.5 * r.sums * full
     first = w if r.narrow else full
-    shown_p = torch.where(attend, 1.0, 0)
+    shown_p = attend.double()
 
     dvalue = reduce(pt.transpose(-1, -2) @ do)
     a = reduce(pt.transpose(-1, -2) @ doa)
@@ -170,7 +171,7 @@ def _eager(problem: Problem) -> dict[str, Tensor]:
     lse = torch.logsumexp(s, -1).masked_fill(~visible.squeeze(-1), -torch.inf)
     p = torch.softmax(s, -1).masked_fill(~visible, 0)
     if problem.keep is not None:
-        p = p * problem.keep * dropout.keep_scale(problem.dropout_p)
+        p = p * problem.keep.to(dtype) * dropout.keep_scale(problem.dropout_p)
     return {"out": p @ value, "lse": lse}
 
 

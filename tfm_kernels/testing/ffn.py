@@ -54,13 +54,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
 
 def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], douts: Mapping[str, Tensor | None]):
     """Name -> Expected for y, and for every gradient where ``douts`` holds dy."""
-    stored = {name: inputs.get(name) for name in ("x", "w1", "b1", "w2", "b2", "gate")}
-    dtype, r = stored["x"].dtype, rounding(stored["x"].dtype)
-    leading = stored["x"].shape[:-1]
-    exact = {name: None if t is None else t.double() for name, t in stored.items()}
-    x, w1, b1, w2, b2, gate = exact.values()
-    x = x.reshape(-1, x.shape[-1])
-    xa, (hidden, width), rows = x.abs(), w1.shape, x.shape[0]
+    dtype, leading = inputs["x"].dtype, inputs["x"].shape[:-1]
+    r = rounding(dtype)
+    x, w1, w2 = (inputs[name].double() for name in ("x", "w1", "w2"))
+    b1, b2, gate = (None if inputs.get(name) is None else inputs[name].double() for name in ("b1", "b2", "gate"))
+    x = x.reshape(leading.numel(), x.shape[-1])
+    xa, hidden, rows = x.abs(), w1.shape[0], x.shape[0]
 
     a = x @ w1.T if b1 is None else x @ w1.T + b1
     act, slope, bend = ACTIVATIONS[inputs.get("activation", "relu")](a)
@@ -80,12 +79,12 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
 
     y = h @ w2.T if b2 is None else h @ w2.T + b2
     bound = product_bound(y, h.abs() @ w2a.T, factor @ w2a.T, hidden, dtype, dtype) + h_e @ w2a.T
-    expected = {"y": Expected(y.view(*leading, -1), bound.view(*leading, -1), dtype)}
+    expected = {"y": Expected(y.view(*leading, w2.shape[0]), bound.view(*leading, w2.shape[0]), dtype)}
     dy = douts.get("y")
     if dy is None:
         return expected
 
-    dy = dy.double().reshape(rows, -1)
+    dy = dy.double().reshape(rows, w2.shape[0])
     dya = dy.abs()
     dh = factor * (dy @ w2)
     dh_a = factor * (dya @ w2a)
@@ -105,7 +104,7 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     ones = factor
 
     def product(name: str, value: Tensor, absolute: Tensor, error: Tensor, units: Tensor, length: int) -> None:
-        tensor = stored[name]
+        tensor = inputs[name]
         bound = product_bound(value, absolute, units, length, dtype, tensor.dtype) + error
         expected[f"d{name}"] = Expected(value.view(tensor.shape), bound.view(tensor.shape), tensor.dtype)
 
@@ -124,8 +123,8 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     product("w2", dy.T @ h, dya.T @ h_a, dya.T @ h_e, dya.T @ ones, rows)
     if b2 is not None:
         db2 = dy.sum(0)
-        bound = sum_bound(db2, dya.sum(0), rows, dtype, stored["b2"].dtype)
-        expected["db2"] = Expected(db2, bound, stored["b2"].dtype)
+        bound = sum_bound(db2, dya.sum(0), rows, dtype, inputs["b2"].dtype)
+        expected["db2"] = Expected(db2, bound, inputs["b2"].dtype)
     return expected
 
 
@@ -156,4 +155,4 @@ def _factor(inputs: Mapping[str, Any], rows: int, hidden: int, device: torch.dev
         return torch.ones(rows, hidden, dtype=torch.float64, device=device)
     numbers = inputs.get("dropout_rows")
     numbers = torch.arange(rows, device=device) if numbers is None else numbers
-    return dropout.keep_mask(inputs["seed"], p, numbers, hidden) * dropout.keep_scale(p)
+    return dropout.keep_mask(inputs["seed"], p, numbers, hidden).double() * dropout.keep_scale(p)

@@ -1,8 +1,8 @@
 """judge(): whether the results of a call keep the numeric contract. It runs nothing but float64 formulas.
 
-C1: every element within the bound that rounding explains. C2: the whole tensor no worse than the written-out eager formula E in
-the same type. C3: the error does not lean to one side. The rules and their constants stand in this package alone; a
-backend that fails them is mended, never excused.
+C1: every element within the bound that rounding explains. C2: the whole tensor no worse than the written-out eager
+formula E in the same type. C3: the error does not lean to one side. The rules and their constants stand in this package
+alone; a backend that fails them is mended, never excused.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def judge(
             continue
         if eager is None:
             eager = _eager(truth, op, inputs, douts, grads)
-        _frobenius(report, name, got, want, eager.get(name), judged)
+        _frobenius(report, name, got, want, eager.get(name), judged, rounding(main.dtype).unit)
         if zero_mean:
             _leaning(report, name, got, want, judged)
     return report
@@ -143,7 +143,9 @@ def _componentwise(report: Report, name: str, got: Tensor, want: Expected, slack
     report.add(name, "C1", float(ratio[where]), detail, judged)
 
 
-def _frobenius(report: Report, name: str, got: Tensor, want: Expected, eager: Tensor | None, judged: bool) -> None:
+def _frobenius(
+    report: Report, name: str, got: Tensor, want: Expected, eager: Tensor | None, judged: bool, unit: float
+) -> None:
     """C2 for backends that are judged; for the others only that they compute the same function at all."""
     size = want.value.norm()
     if eager is None or size == 0 or not bool(eager.isfinite().all()):
@@ -154,7 +156,7 @@ def _frobenius(report: Report, name: str, got: Tensor, want: Expected, eager: Te
         float((eager.double() - want.value).norm() / size),
     )
     if not judged:
-        report.add(name, "gross", mine / (8 * theirs + 64 * r.unit), "is it the same function, the same dropout mask?")
+        report.add(name, "gross", mine / (8 * theirs + 32 * unit), "is it the same function, the same dropout mask?")
         if theirs > 0:
             report.add(name, "C2", mine / theirs, "", False)
         return
