@@ -123,13 +123,20 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
     return LAYOUTS[layout](t)
 
 
-def zero_mean(*tensors: Tensor | None) -> bool:
-    """Whether every tensor's mean is what chance allows around 0: the Frobenius rules are made for such data."""
+def tame(*tensors: Tensor | None) -> bool:
+    """Whether the data looks drawn from one narrow distribution around 0, in every row: zero mean, no outliers.
+
+    Only there is the eager formula's error a fair measure of a kernel's (C2), and the error's lean a matter of
+    thousands of independent roundings (C3).
+    """
     for t in tensors:
         if t is None or t.numel() == 0:
             continue
         wide = t.detach().double()
-        rms = wide.square().mean().sqrt()
-        if not wide.mean().abs() <= rms * (0.05 + 6 / wide.numel() ** 0.5):
+        square = wide.square().mean()
+        across = wide.mean(-1).square().mean() if wide.dim() > 1 else wide.mean().square()
+        if not (across <= square * (0.05 + 6 / wide.shape[-1]) and wide.pow(4).mean() <= 10 * square.square()):
+            return False
+        if not wide.mean().square() <= square * (0.0025 + 36 / wide.numel()):
             return False
     return True

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dropout
-from .rounding import Expected, product_bound, rounding, sum_bound
+from .rounding import Expected, product_bound, reach, rounding, sum_bound
 
 _ROOT = math.sqrt(2 / math.pi)
 
@@ -78,7 +78,7 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     w2a = w2.abs()
 
     y = h @ w2.T if b2 is None else h @ w2.T + b2
-    bound = product_bound(y, h.abs() @ w2a.T, factor @ w2a.T, hidden, dtype, dtype) + h_e @ w2a.T
+    bound = product_bound(y, reach(h, dtype) @ w2a.T, factor @ w2a.T, hidden, dtype, dtype) + h_e @ w2a.T
     expected = {"y": Expected(y.view(*leading, w2.shape[0]), bound.view(*leading, w2.shape[0]), dtype)}
     dy = douts.get("y")
     if dy is None:
@@ -98,9 +98,9 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     kept = r.unit if r.narrow else 0.0
     da, dc = dh * slope * c, dh * act
     da_e = dh_a * slope_e * c.abs() + dh_e * slope.abs() * c.abs() + dh.abs() * slope.abs() * ec
-    da_a = da.abs() + dh.abs() * slope_u * c.abs() + (0 if gate is None else da.abs())
+    da_a = reach(da, dtype) + dh.abs() * slope_u * c.abs() + (0 if gate is None else da.abs())
     dc_e = dh.abs() * act_e + dh_e * act.abs()
-    dc_a = dc.abs() + dh.abs() * slope.abs() * a.abs()
+    dc_a = reach(dc, dtype) + dh.abs() * slope.abs() * a.abs()
     ones = factor
 
     def product(name: str, value: Tensor, absolute: Tensor, error: Tensor, units: Tensor, length: int) -> None:
@@ -117,7 +117,7 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     product("w1", da.T @ x, da_a.T @ xa, da_e.T @ xa, ones.T @ xa, max(rows, w2.shape[0]))
     if b1 is not None:
         product("b1", da.sum(0), da_a.sum(0), da_e.sum(0), ones.sum(0), max(rows, w2.shape[0]))
-    h_a = h.abs()
+    h_a = reach(h, dtype)
     if kept:
         h_a = h_a + factor * (slope.abs() * a.abs() * c.abs() + (0 if gate is None else act.abs() * c.abs()))
     product("w2", dy.T @ h, dya.T @ h_a, dya.T @ h_e, dya.T @ ones, rows)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import attention, ffn, norm
-from .data import zero_mean as is_zero_mean
+from .data import tame as is_tame
 from .report import Report
 from .rounding import Expected, rounding
 
@@ -45,7 +45,7 @@ def judge(
     *,
     backend: str = "given results",
     slack: float | None = None,
-    zero_mean: bool | None = None,
+    tame: bool | None = None,
 ) -> Report:
     """Judges results, wherever they come from.
 
@@ -58,7 +58,7 @@ def judge(
         douts: output name -> the gradient that the backward was given; None counts as zeros.
         backend: who computed it, for the report; "reference" and "aten" are measured, not judged.
         slack: s of C1, default by device: 0.10 on a CPU, 0.25 elsewhere.
-        zero_mean: whether C2 and C3 apply; None looks at the data.
+        tame: whether C2 and C3 apply, which need zero-mean data without outliers; None looks at the data.
 
     Returns:
         The report; ``report.raise_broken()`` raises ContractError where a rule is broken.
@@ -84,8 +84,9 @@ def judge(
     for name in given:
         if name not in expected:
             raise ValueError(f"judge: {op}: no rule for {name!r}; known are {', '.join(expected)}")
-    if zero_mean is None:
-        zero_mean = is_zero_mean(*(t for t in inputs.values() if _is_data(t) and t.dim() > 1), *douts.values())
+    if tame is None:
+        tame = is_tame(*(t for t in inputs.values() if _is_data(t) and t.dim() > 1), *douts.values())
+        tame = tame and (truth is not attention or attention.tame(op, inputs))
     eager = None
     for name, got in given.items():
         want = expected[name]
@@ -94,14 +95,14 @@ def judge(
         if got.numel() == 0:
             continue
         _componentwise(report, name, got, want, slack, judged)
-        if not (zero_mean or not judged) or name == "lse" or not _ordinary(got, want):
+        if (judged and not tame) or name == "lse" or not _ordinary(got, want):
             continue
         if main.dtype == torch.float64:
             continue
         if eager is None:
             eager = _eager(truth, op, inputs, douts, grads)
         _frobenius(report, name, got, want, eager.get(name), judged, rounding(main.dtype).unit)
-        if zero_mean:
+        if tame:
             _leaning(report, name, got, want, judged)
     return report
 

@@ -57,6 +57,11 @@ class Expected:
     zeros: Tensor | None = None
 
 
+def reach(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """|t|, or a size beyond all bounds where ``t`` overflows the storage type it may be rounded to in between."""
+    return torch.where(t.abs() * (1 + 2**-12) < torch.finfo(dtype).max, t.abs(), 1e100)
+
+
 def product_bound(
     value: Tensor, absolute: Tensor, ones: Tensor | float, length: int, dtype: torch.dtype, stored: torch.dtype
 ) -> Tensor:
