@@ -70,6 +70,11 @@ def missing(name: str, backend: str) -> str | None:
     return _missing[f"{name}_{backend}"]
 
 
+def kernels() -> dict[str, str | None]:
+    """Every declared operator, "<name>_<backend>": None where its kernel is registered, else one sentence why not."""
+    return dict(_missing)
+
+
 def differentiate(
     forward: Mapping[str, Any],
     backward: Mapping[str, Any],
