@@ -4,6 +4,7 @@ from . import ops as ops
 from ._backend import BackendError as BackendError
 from ._backend import explain as explain
 from ._backend import use_backend as use_backend
+from .diagnosis import doctor as doctor
 from .mask import Mask as Mask
 
 __version__ = "0.1.0"

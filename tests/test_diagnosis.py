@@ -1,0 +1,122 @@
+"""doctor(): every state of an installation is told with its reason and one command."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tfm_kernels import _library, diagnosis
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Extension:
+    def __init__(self, **info):
+        self.info = {
+            "torch": torch.__version__.split("+")[0],
+            "compiler": "12.2.0",
+            "cpu_capability": "AVX512",
+            "bf16_tiles": False,
+            "instruction_sets": "DEFAULT AVX2 AVX512",
+            **info,
+        }
+
+    def build_info(self):
+        return self.info
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """An installation where all is well, whatever is built here; returns a function that spoils one part."""
+
+    def state(extension=None, missing="", kernels=None):
+        monkeypatch.setattr(_library, "cpu_extension", extension)
+        monkeypatch.setattr(_library, "cpu_missing", missing)
+        monkeypatch.setattr(_library, "_missing", kernels or {})
+
+    state(Extension(), kernels={"layer_norm_fwd_cpu": None})
+    monkeypatch.setattr(diagnosis, "_best_capability", lambda: None)
+    return state
+
+
+def finding(part):
+    return next(found for found in diagnosis.examine() if found.part == part)
+
+
+def test_a_whole_installation_has_no_faults(built):
+    assert finding("CPU kernels").state == "good"
+    assert "No faults." in tfk.doctor()
+
+
+def test_a_python_only_installation_names_the_reason_and_the_command(built, monkeypatch, tmp_path):
+    built(None, missing="the C++ extension was not built; `pip ...` builds it")
+    monkeypatch.setattr(diagnosis, "PACKAGE", tmp_path / "tfm_kernels")
+    monkeypatch.setattr(diagnosis, "_installed_from", lambda: None)
+    found = finding("CPU kernels")
+    assert found.state == "fault" and "was not built" in found.text and "builds in a place without torch" in found.text
+    assert "pip install --no-build-isolation --force-reinstall --no-deps ." in found.mend
+    assert tfk.doctor().endswith(f"1 fault. Run first: {found.mend}")
+
+
+def test_no_compiler_is_named_as_the_reason(built, monkeypatch):
+    built(None, missing="the C++ extension was not built; `pip ...` builds it")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(diagnosis, "PACKAGE", Path("/nowhere/tfm_kernels"))
+    assert "No C++ compiler is here" in finding("CPU kernels").text
+
+
+def test_an_extension_for_another_python_is_recognised(built, monkeypatch, tmp_path):
+    built(None, missing="the C++ extension was not built; `pip ...` builds it")
+    (tmp_path / "_C.cpython-39-x86_64-linux-gnu.so").touch()
+    monkeypatch.setattr(diagnosis, "PACKAGE", tmp_path)
+    assert "built for another Python (_C.cpython-39-x86_64-linux-gnu.so)" in finding("CPU kernels").text
+
+
+def test_an_extension_for_another_torch_is_a_fault_whether_it_loads_or_not(built):
+    built(Extension(torch="2.11.0"))
+    assert "built for torch 2.11.0" in finding("CPU kernels").text and finding("CPU kernels").state == "fault"
+    built(None, missing="the C++ extension does not load with torch 2.13.0 (undefined symbol: x); `pip` builds it")
+    assert "undefined symbol: x" in finding("CPU kernels").text and finding("CPU kernels").mend
+
+
+def test_an_extension_older_than_the_python_part_names_what_it_lacks(built):
+    built(Extension(), kernels={"ffn_fwd_cpu": "the C++ extension holds no ffn_fwd", "layer_norm_fwd_cpu": None})
+    found = finding("CPU kernels")
+    assert found.state == "fault" and "lacks ffn_fwd_cpu" in found.text and "layer_norm" not in found.text
+
+
+def test_a_lowered_processor_is_noted(built, monkeypatch):
+    monkeypatch.setattr(diagnosis, "_best_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    found = finding("processor")
+    assert found.state == "note" and "torch runs AVX2, this processor has AVX512" in found.text
+    assert found.mend == "unset ATEN_CPU_CAPABILITY"
+
+
+def test_missing_build_tools_come_before_the_build(monkeypatch):
+    monkeypatch.setattr(diagnosis, "find_spec", lambda name: None if name == "ninja" else object())
+    assert diagnosis.rebuild_command().startswith("pip install ninja && pip install --no-build-isolation")
+
+
+def test_a_cuda_torch_without_a_gpu_and_a_gpu_without_triton(built, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert finding("GPU").state == "note" and "sees no GPU" in finding("GPU").text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H200")
+    monkeypatch.setattr(diagnosis, "find_spec", lambda name: None)
+    assert finding("GPU").state == "good" and "H200" in finding("GPU").text
+    assert finding("Triton").state == "fault" and finding("Triton").mend == "pip install triton"
+
+
+def test_it_works_where_nothing_is_built(tmp_path):
+    shutil.copytree(ROOT / "tfm_kernels", tmp_path / "tfm_kernels", ignore=shutil.ignore_patterns("*.so", "*.pyd"))
+    command = [sys.executable, "-m", "tfm_kernels", "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "the C++ extension was not built" in done.stdout and "Run first: pip install" in done.stdout
+    assert str(tmp_path) in done.stdout and not done.stderr

@@ -1,0 +1,188 @@
+"""doctor(): what is built here, for which machine, what is missing and why, and the command that mends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import torch
+
+from . import _library
+
+PACKAGE = Path(__file__).resolve().parent
+BUILD_TOOLS = ("setuptools", "ninja", "pybind11")  # what --no-build-isolation leaves to the environment
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of the installation.
+
+    Attributes:
+        part: its name, "CPU kernels".
+        state: "good", "note" (works, but worth knowing) or "fault" (something that should be here is not).
+        text: what was found, one sentence or two.
+        mend: the command that mends it, or "".
+    """
+
+    part: str
+    state: str
+    text: str
+    mend: str = ""
+
+
+def doctor() -> str:
+    """Says what was built, for which torch and processor, what is missing and why, and the command that mends it.
+
+    Returns:
+        A few lines of text, the command to run first at the end. Nothing is changed, and no device is touched beyond
+        asking torch for its name.
+
+    Example:
+        >>> print(tfm_kernels.doctor())
+    """
+    findings = examine()
+    lines = [_title()]
+    for finding in findings:
+        lines.append(f"  {finding.state:6}{finding.part:13}{finding.text}")
+        if finding.mend:
+            lines.append(f"{'':21}mend: {finding.mend}")
+    faults = [finding for finding in findings if finding.state == "fault"]
+    if faults:
+        lines.append(f"{len(faults)} fault{'s' * (len(faults) > 1)}. Run first: {faults[0].mend}")
+    else:
+        lines.append("No faults.")
+    return "\n".join(lines)
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order they are told."""
+    return [finding for finding in (_cpu_kernels(), _cpu_capability(), _threads(), _gpu(), _triton()) if finding]
+
+
+def _title() -> str:
+    from . import __version__
+
+    return (
+        f"tfm_kernels {__version__} in {PACKAGE}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.system()} {platform.machine()}"
+    )
+
+
+def _cpu_kernels() -> Finding:
+    extension = _library.cpu_extension
+    if extension is None:
+        return Finding("CPU kernels", "fault", _why_not_built(_library.cpu_missing), rebuild_command())
+    info = extension.build_info()
+    text = (
+        f"built for torch {info['torch']} with compiler {info['compiler']}, instruction sets {info['instruction_sets']}"
+    )
+    if info["torch"] != torch.__version__.split("+")[0]:
+        text += f", but torch {torch.__version__} runs"
+        return Finding("CPU kernels", "fault", text, rebuild_command())
+    absent = sorted(name for name, reason in _library.kernels().items() if name.endswith("_cpu") and reason)
+    if absent:
+        text += f", but it is older than the Python part and lacks {', '.join(absent)}"
+        return Finding("CPU kernels", "fault", text, rebuild_command())
+    return Finding("CPU kernels", "good", text)
+
+
+def _why_not_built(reason: str) -> str:
+    """The library's own reason without its command, and what this machine adds to it."""
+    text = reason.split(";")[0] + "; every operation runs on PyTorch's own kernels instead"
+    strangers = sorted(path.name for path in PACKAGE.glob("_C*") if path.suffix in (".so", ".pyd"))
+    if "not built" in reason and strangers:
+        text = f"built for another Python ({', '.join(strangers)}); every operation runs on PyTorch's own kernels"
+    elif "not built" in reason and not _compiler():
+        text += ". No C++ compiler is here: install one that knows C++20 first (Debian, Ubuntu: apt-get install g++)"
+    elif "not built" in reason:
+        text += ". A plain `pip install .` builds in a place without torch and leaves the kernels out"
+    return text
+
+
+def _compiler() -> str | None:
+    return next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
+
+
+def rebuild_command() -> str:
+    """The one command that builds the kernels of this very installation anew."""
+    absent = [tool for tool in BUILD_TOOLS if find_spec(tool) is None]
+    before = f"pip install {' '.join(absent)} && " if absent else ""
+    if (PACKAGE.parent / "setup.py").exists():
+        return f"{before}pip install --no-build-isolation -e {PACKAGE.parent}"
+    source = _installed_from()
+    place = str(source) if source else "."
+    where = "" if source else "   (in the folder of tfm_kernels' source)"
+    return f"{before}pip install --no-build-isolation --force-reinstall --no-deps {place}{where}"
+
+
+def _installed_from() -> Path | None:
+    """The folder that pip installed from, where it is still there."""
+    try:
+        record = metadata.distribution("tfm_kernels").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    url = urlparse(json.loads(record)["url"]) if record else None
+    folder = Path(unquote(url.path)) if url and url.scheme == "file" else None
+    return folder if folder and (folder / "setup.py").exists() else None
+
+
+def _cpu_capability() -> Finding:
+    running, best = torch.backends.cpu.get_cpu_capability(), _best_capability()
+    tiles = ""
+    if _library.cpu_extension is not None:
+        native = _library.cpu_extension.build_info()["bf16_tiles"]
+        tiles = "; bfloat16 products in hardware tiles" if native else "; bfloat16 products in float32 tiles"
+    if best is not None and best != running:
+        text = f"lowered: torch runs {running}, this processor has {best}{tiles}"
+        return Finding("processor", "note", text, "unset ATEN_CPU_CAPABILITY")
+    return Finding("processor", "good", f"torch runs {running}{tiles}")
+
+
+def _best_capability() -> str | None:
+    """The instruction set that torch takes unless told otherwise; None where torch cannot be asked."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    for name, ask in (("AVX512", "_is_avx512_supported"), ("AVX2", "_is_avx2_supported")):
+        if getattr(torch.cpu, ask, lambda: False)():
+            return name
+    return None
+
+
+def _threads() -> Finding:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    threads = torch.get_num_threads()
+    text = f"{threads} of {allowed} logical processor{'s' * (allowed > 1)}"
+    if threads > allowed:
+        return Finding("threads", "note", f"{text}: more threads than processors slow each other down")
+    return Finding("threads", "good", text)
+
+
+def _gpu() -> Finding:
+    built = torch.version.cuda
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        declared = {name: reason for name, reason in _library.kernels().items() if name.endswith("_cuda")}
+        absent = sorted(name for name, reason in declared.items() if reason)
+        if absent:
+            return Finding("GPU", "fault", f"{names}, CUDA {built}, but no {', '.join(absent)}", rebuild_command())
+        kernels = "CUDA kernels built" if declared else "PyTorch's own CUDA kernels serve it"
+        return Finding("GPU", "good", f"{names}, CUDA {built}; {kernels}")
+    if built is None:
+        return Finding("GPU", "good", "none wanted: this torch is a CPU build")
+    text = f"torch is built for CUDA {built}, but sees no GPU; `nvidia-smi` shows whether the driver does"
+    return Finding("GPU", "note", text)
+
+
+def _triton() -> Finding:
+    if find_spec("triton") is not None:
+        return Finding("Triton", "good", f"triton {metadata.version('triton')}")
+    if torch.cuda.is_available():
+        return Finding("Triton", "fault", "not installed, and the GPU kernels need it", "pip install triton")
+    return Finding("Triton", "good", "not installed; only a GPU needs it")
