@@ -67,10 +67,12 @@ def examine() -> list[Finding]:
 
 
 def _title() -> str:
-    from . import __version__
-
+    try:
+        version = metadata.version("tfm_kernels")
+    except metadata.PackageNotFoundError:
+        version = "(not installed by pip)"
     return (
-        f"tfm_kernels {__version__} in {PACKAGE}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"tfm_kernels {version} in {PACKAGE}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{platform.system()} {platform.machine()}"
     )
 
