@@ -1,5 +1,6 @@
 """Fused Transformer layers for PyTorch: drop-in modules, and the proof that the numbers still hold."""
 
+from . import nn as nn
 from . import ops as ops
 from ._backend import BackendError as BackendError
 from ._backend import explain as explain

@@ -1,0 +1,58 @@
+"""When a fused module may read the parameters of a child instead of calling it: only where nobody could tell.
+
+A child that is of another class (LoRA, quantised, parametrised, sharded), that carries hooks or a forward of its own,
+or whose weights are no ordinary tensors, is called.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn.modules.module import _has_any_global_hook
+
+_ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def plain(child: nn.Module | None, *classes: type) -> bool:
+    """Whether ``child`` is exactly of one of ``classes``, and calling it would do nothing but its class's forward."""
+    return (
+        type(child) in classes
+        and child is not None
+        and not (child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks)
+        and "forward" not in child.__dict__
+        and not _has_any_global_hook()
+    )
+
+
+def ordinary(*tensors: Tensor | None) -> bool:
+    """Whether these are tensors that a kernel can read: no subclass with a meaning of its own (None is fine)."""
+    return all(t is None or type(t) in _ORDINARY or isinstance(t, FakeTensor) for t in tensors)
+
+
+def plain_linear(child: nn.Module | None, *classes: type) -> bool:
+    """Whether ``child`` is an nn.Linear (or exactly one of ``classes``) whose weight and bias may be read."""
+    return plain(child, nn.Linear, *classes) and ordinary(child.weight, child.bias)  # type: ignore[union-attr,arg-type]
+
+
+def dropout_p(child: nn.Module) -> float | None:
+    """The probability with which ``child`` drops just now, or None where it must be called."""
+    if plain(child, nn.Dropout):
+        assert isinstance(child, nn.Dropout)
+        return child.p if child.training else 0.0
+    return 0.0 if plain(child, nn.Identity) else None
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that torch.autocast gives to linear and attention on ``device``, None where it is off."""
+    kind = device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def autocast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """``tensor`` as autocast would pass it to an operation in ``dtype``: float64 and None stay as they are."""
+    if dtype is None or tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)

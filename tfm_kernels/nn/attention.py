@@ -1,0 +1,337 @@
+"""MultiheadAttention, drop-in for torch.nn's, on ops.attention. Here, and only here, torch's masks become ours.
+
+It subclasses torch.nn.MultiheadAttention: the parameters, their initialisation, ``__setstate__`` for old pickles and
+isinstance checks in other people's code stay torch's. Nothing of torch's inference fast path is left, because
+``forward`` is new, and it is the same in training and evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import _backend, _check, dropout, ops
+from ..mask import Mask
+from . import _arguments
+from ._bypass import autocast_dtype
+
+_NAME = "MultiheadAttention"
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """out = concat over heads h of attention(query W_q^h, key W_k^h, value W_v^h), times W_o.
+
+    Drop-in for ``torch.nn.MultiheadAttention``: same arguments, same state_dict, same masks (True = ignore, floating =
+    added). Differences: a query that may see no key gives the output bias, never NaN; ``attn_mask`` may also be a
+    ``Mask``, whose True means attend; ``is_causal`` needs no ``attn_mask``, and with one is trusted in every path; bad
+    arguments raise ValueError; nested tensors are refused.
+
+    Args:
+        embed_dim: E, width of query and output, a multiple of num_heads.
+        num_heads: H.
+        dropout: probability to drop an attention weight in training.
+        bias: False leaves the biases of all projections out.
+        add_bias_kv: learn one more key and value, which every query sees.
+        add_zero_attn: one more key and value of zeros, which every query sees.
+        kdim: width of key, None for E.
+        vdim: width of value, None for E.
+        batch_first: (B, T, E) instead of (T, B, E).
+        device: of the parameters.
+        dtype: of the parameters.
+        backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
+
+    Shape:
+        query (Tq, B, E), key (Tk, B, kdim), value (Tk, B, vdim) -> (Tq, B, E) and the weights (B, Tq, Tk), or
+        (B, H, Tq, Tk) for each head. With batch_first B comes first. Unbatched: without B.
+
+    Example:
+        >>> x = torch.randn(2, 5, 8)
+        >>> out, weights = MultiheadAttention(8, 2, batch_first=True)(x, x, x)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 5, 8]), torch.Size([2, 5, 5]))
+    """
+
+    backend: str | None = None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        _arguments.heads(_NAME, "embed_dim", embed_dim, "num_heads", num_heads)
+        for name, width in (("kdim", kdim), ("vdim", vdim)):
+            if width is not None:
+                _arguments.size(_NAME, name, width)
+        _check.probability(_NAME, "dropout", dropout)
+        _arguments.backend(_NAME, backend)
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.backend = backend
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | Mask | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends from ``query`` to ``key`` and ``value``.
+
+        Args:
+            query: (Tq, B, E), with batch_first (B, Tq, E), unbatched (Tq, E).
+            key: as ``query`` with Tk and kdim.
+            value: as ``query`` with Tk and vdim.
+            key_padding_mask: (B, Tk), unbatched (Tk,): bool, True = ignore, or floating, added to the scores.
+            need_weights: also return the weights; the output still comes from the fused attention.
+            attn_mask: (Tq, Tk) or (B * H, Tq, Tk): bool, True = ignore, or floating; or a ``Mask``.
+            average_attn_weights: the mean over the heads instead of each head's weights.
+            is_causal: query i sees keys j <= i; ``attn_mask``, which should say the same, is not looked at.
+
+        Returns:
+            The output in the layout of ``query``, and the weights (with dropout's effect in training) or None.
+        """
+        self._check(query, key, value)
+        batched = query.dim() == 3
+        seq_axis = 1 if self.batch_first or not batched else 0
+        q, k, v = self._project(query, key, value)
+        if not batched:
+            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+            key_padding_mask = (
+                key_padding_mask.unsqueeze(0) if isinstance(key_padding_mask, Tensor) else key_padding_mask
+            )
+        k, v, extra = self._extra_keys(k, v, seq_axis)
+        q, k, v = (self._heads(t, seq_axis) for t in (q, k, v))
+        sizes = q.shape[0], self.num_heads, q.shape[2], k.shape[2] - extra
+        mask, bias = masks(_NAME, attn_mask, key_padding_mask, is_causal, sizes, q, extra)
+        p = self.dropout if self.training else 0.0
+        with _exact(q.device):  # what autocast had to cast, the projections have cast
+            if need_weights:
+                out, weights = _with_weights(q, k, v, mask, bias, p, average_attn_weights, self.backend)
+                if autocast_dtype(q.device) is not None and q.device.type != "cpu":
+                    weights = weights.float()  # as the softmax of torch's autocast
+            else:
+                out, weights = ops.attention(q, k, v, mask, bias=bias, dropout_p=p, backend=self.backend), None
+        out = out.transpose(1, 2) if seq_axis == 1 else out.permute(2, 0, 1, 3)
+        out = self.out_proj(out.flatten(-2))
+        if batched:
+            return out, weights
+        return out.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        _arguments.features(_NAME, "query", query, self.embed_dim, "embed_dim")
+        _arguments.features(_NAME, "key", key, self.kdim, "kdim")
+        _arguments.features(_NAME, "value", value, self.vdim, "vdim")
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError(
+                f"{_NAME}: query, key and value must be padded tensors with a key_padding_mask, got a nested one"
+            )
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+            raise ValueError(
+                f"{_NAME}: query, key and value must all be batched, 3-D, or all unbatched, 2-D, got shapes "
+                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(
+                f"{_NAME}: value must have shape {(*key.shape[:-1], self.vdim)} to match key {tuple(key.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+        axis = 0 if self.batch_first else 1
+        if query.dim() == 3 and query.shape[axis] != key.shape[axis]:
+            raise ValueError(
+                f"{_NAME}: key must have the batch size {query.shape[axis]} of query {tuple(query.shape)}, got shape "
+                f"{tuple(key.shape)}"
+            )
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v, all heads side by side, by as few matrix products as the inputs allow."""
+        width, bias = self.embed_dim, self.in_proj_bias
+        if not self._qkv_same_embed_dim:
+            weights: tuple[Any, ...] = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            return tuple(map(F.linear, (query, key, value), weights, biases))
+        weight = self.in_proj_weight
+        if query is key and key is value:
+            return F.linear(query, weight, bias).unflatten(-1, (3, width)).unbind(-2)
+        if key is value:
+            w_q, w_kv = weight.split([width, 2 * width])
+            b_q, b_kv = (None, None) if bias is None else bias.split([width, 2 * width])
+            return F.linear(query, w_q, b_q), *F.linear(key, w_kv, b_kv).unflatten(-1, (2, width)).unbind(-2)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        return tuple(map(F.linear, (query, key, value), weight.chunk(3), biases))
+
+    def _extra_keys(self, k: Tensor, v: Tensor, seq_axis: int) -> tuple[Tensor, Tensor, int]:
+        """k and v with what add_bias_kv and add_zero_attn append, and how many positions that is."""
+        shape = [k.shape[0], k.shape[1], self.embed_dim]
+        shape[seq_axis] = 1
+        more_k, more_v = [], []
+        if self.bias_k is not None and self.bias_v is not None:
+            more_k.append(self.bias_k.to(k.dtype).expand(shape))
+            more_v.append(self.bias_v.to(v.dtype).expand(shape))
+        if self.add_zero_attn:
+            more_k.append(k.new_zeros(shape))
+            more_v.append(v.new_zeros(shape))
+        if not more_k:
+            return k, v, 0
+        return torch.cat([k, *more_k], seq_axis), torch.cat([v, *more_v], seq_axis), len(more_k)
+
+    def _heads(self, t: Tensor, seq_axis: int) -> Tensor:
+        """(B, T, E) or (T, B, E) as (B, H, T, D), a view."""
+        t = t.unflatten(-1, (self.num_heads, self.head_dim))
+        return t.transpose(1, 2) if seq_axis == 1 else t.permute(1, 2, 0, 3)
+
+
+def masks(
+    op: str,
+    attn_mask: Tensor | Mask | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    sizes: tuple[int, int, int, int],
+    query: Tensor,
+    extra: int = 0,
+) -> tuple[Mask | None, Tensor | None]:
+    """torch's masks (True = ignore, floating = added) as a Mask (True = attend) and a bias.
+
+    Args:
+        op: who asks, for the errors.
+        attn_mask: (Tq, Tk), (B * H, Tq, Tk), or already a Mask.
+        key_padding_mask: (B, Tk).
+        is_causal: hide the future; ``attn_mask`` is then not looked at.
+        sizes: (B, H, Tq, Tk) without the extra keys.
+        query: for its dtype and device.
+        extra: keys behind the others that every query sees.
+
+    Returns:
+        (mask or None, bias or None) over Tk + extra keys.
+    """
+    batch, heads, queries, keys = sizes
+    mask, bias = Mask(), None
+    if isinstance(attn_mask, Mask):
+        mask, attn_mask = attn_mask, None
+    elif attn_mask is not None:
+        _mask_tensor(op, "attn_mask", attn_mask, query)
+        shape = (queries, keys) if attn_mask.dim() == 2 else (batch * heads, queries, keys)
+        if attn_mask.shape != shape:
+            raise ValueError(
+                f"{op}: attn_mask must have shape {(queries, keys)} or {(batch * heads, queries, keys)}, (Tq, Tk) or "
+                f"(B * H, Tq, Tk), got {tuple(attn_mask.shape)}"
+            )
+        attn_mask = attn_mask.view(1, 1, queries, keys) if attn_mask.dim() == 2 else attn_mask.unflatten(0, sizes[:2])
+    if is_causal and (attn_mask is None or extra == 0):
+        mask, attn_mask = mask & Mask.causal(), None
+    if key_padding_mask is not None:
+        _mask_tensor(op, "key_padding_mask", key_padding_mask, query)
+        _check.shape(op, "key_padding_mask", key_padding_mask, (batch, keys), "(B, Tk) of query and key")
+        key_padding_mask = key_padding_mask.view(batch, 1, 1, keys)
+    for given in (attn_mask, key_padding_mask):
+        if given is None:
+            continue
+        if given.dtype == torch.bool:
+            mask = mask & Mask.hide(given)
+        else:
+            given = given if given.dtype == query.dtype else given.to(torch.promote_types(given.dtype, torch.float32))
+            bias = given if bias is None else bias + given
+    if extra:
+        mask, bias = _padded(mask, sizes, query, extra), None if bias is None else F.pad(bias, (0, extra))
+    return (None if _shows_all(mask) else mask), bias
+
+
+def _mask_tensor(op: str, name: str, value: object, query: Tensor) -> None:
+    _check.tensor(op, name, value)
+    assert isinstance(value, Tensor)
+    if value.dtype != torch.bool and not value.is_floating_point():
+        raise ValueError(
+            f"{op}: {name} must be bool (True = ignore) or floating (added to the scores), got "
+            f"{_check.dtype_name(value)}"
+        )
+    if value.device != query.device:
+        raise ValueError(f"{op}: {name} must be on query's device {query.device}, got {value.device}")
+
+
+def _shows_all(mask: Mask) -> bool:
+    return not mask.has_band() and mask.key_lengths is None and mask.keep_matrix is None
+
+
+def _padded(mask: Mask, sizes: tuple[int, int, int, int], query: Tensor, extra: int) -> Mask:
+    """The mask with ``extra`` keys behind the others that every query sees."""
+    batch, heads, queries, keys = sizes
+    if _shows_all(mask):
+        return mask
+    distinct = heads if mask.keep_matrix is not None and mask.keep_matrix.shape[1] > 1 else 1
+    whole = mask.dense(batch, distinct, queries, keys, query.device)
+    return Mask.keep(F.pad(whole, (0, extra), value=True))
+
+
+def _exact(device: torch.device) -> Any:
+    """A context in which float32 stays float32."""
+    if autocast_dtype(device) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _with_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    bias: Tensor | None,
+    p: float,
+    average: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, weights), out from the fused attention where a backend with lse runs, weights recomputed from lse.
+
+    The weights are differentiable. PyTorch's own attention has no lse: in its place stands the written-out formula.
+    """
+    seed = dropout.draw_seed(q.device) if p > 0.0 else None
+    options: dict[str, Any] = {"bias": bias, "dropout_p": p, "seed": seed}
+    entry = _backend.OPS["attention"]
+    named = backend if backend is not None else _backend._forced
+    chosen = named or _backend.select(entry, entry.describe(q, k, v, mask, **options, return_lse=True), None)
+    if named == "aten" or (named is None and chosen == "reference"):
+        return _composed(q, k, v, mask, average=average, **options)
+    out, lse = ops.attention(q, k, v, mask, **options, return_lse=True, backend=chosen)
+    return out, ops.attention_weights(q, k, lse, mask, **options, average=average)
+
+
+def _composed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, dropout_p: float, seed: Tensor | None,
+    average: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, weights) by the equations of ops.attention in torch's functions; what no query sees is kept out of them."""
+    sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    visible = (mask or Mask()).dense(*sizes, q.device)
+    if bias is not None:
+        visible = visible & (bias != -torch.inf)
+    sees, seen = visible.any(-1, keepdim=True), visible.any(-2).unsqueeze(-1)
+    q, k, v = q.masked_fill(~sees, 0.0), k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
+    x = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    if bias is not None:
+        x = x + bias.masked_fill(bias == -torch.inf, 0.0)
+    x = x.masked_fill(~visible & sees, -torch.inf)
+    weights = x.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).masked_fill(~visible, 0.0)
+    if seed is not None:
+        keep = dropout.keep_mask(seed, dropout_p, dropout.attention_rows(*sizes[:3], q.device), sizes[3])
+        weights = weights * keep * dropout.keep_scale(dropout_p)
+    weights = weights.to(q.dtype)
+    out = (weights @ v).transpose(1, 2).contiguous().transpose(1, 2)
+    return out, weights.mean(1) if average else weights

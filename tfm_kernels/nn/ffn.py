@@ -1,0 +1,129 @@
+"""FeedForward, and the feed-forward sublayer that the Transformer layers share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import _check, ops
+from . import _arguments
+from ._bypass import autocast, autocast_dtype, dropout_p, plain, plain_linear
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+_NAMES: tuple[tuple[Any, str], ...] = ((F.relu, "relu"), (F.gelu, "gelu"), (torch.relu, "relu"), (F.silu, "silu"))
+
+
+class FeedForward(nn.Module):
+    """y = linear2(dropout(act(linear1(x)))), with a gate linear2(dropout(act(linear1(x)) * gate(x))).
+
+    torch.nn has no module of this name; the children are called and initialised as in its Transformer layers. With a
+    gate and "gelu" it is GEGLU, with "silu" SwiGLU.
+
+    Args:
+        d_model: E, width of input and output.
+        dim_feedforward: F, width in between.
+        dropout: probability to drop an element of the hidden activation in training.
+        activation: "relu" | "gelu" | "gelu_tanh" | "silu", or a callable such as F.gelu or nn.GELU("tanh").
+        bias: False leaves the biases of both linear layers out.
+        gated: adds the third matrix ``gate`` (F, E), which has no bias.
+        device: of the parameters.
+        dtype: of the parameters.
+        backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
+
+    Shape:
+        x (..., E) -> (..., E).
+
+    Example:
+        >>> FeedForward(8, 32, activation="gelu")(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        bias: bool = True,
+        *,
+        gated: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str | None = None,
+    ) -> None:
+        _arguments.size("FeedForward", "d_model", d_model)
+        _arguments.size("FeedForward", "dim_feedforward", dim_feedforward)
+        _check.probability("FeedForward", "dropout", dropout)
+        _arguments.backend("FeedForward", backend)
+        super().__init__()
+        self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, device=device, dtype=dtype)
+        self.gate = nn.Linear(d_model, dim_feedforward, bias=False, device=device, dtype=dtype) if gated else None
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, device=device, dtype=dtype)
+        self.activation = activation_function("FeedForward", activation)
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs every position of ``x`` through the block."""
+        _arguments.features("FeedForward", "x", x, self.linear1.in_features, "d_model")
+        return feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2, self.backend, self.gate)
+
+
+def feed_forward(
+    x: Tensor,
+    linear1: nn.Module,
+    activation: Callable[[Tensor], Tensor],
+    dropout: nn.Module,
+    linear2: nn.Module,
+    backend: str | None,
+    gate: nn.Module | None = None,
+) -> Tensor:
+    """The block from its children: by ops.ffn where they are what they seem, else by calling them."""
+    name, p = activation_name(activation), dropout_p(dropout)
+    if name is None or p is None or not all(plain_linear(child) for child in (linear1, linear2, gate or linear2)):
+        hidden = activation(linear1(x))
+        if gate is not None:
+            hidden = hidden * gate(x)
+        return linear2(dropout(hidden))
+    dtype = autocast_dtype(x.device)
+    weights = (linear1.weight, linear1.bias, linear2.weight, linear2.bias, None if gate is None else gate.weight)
+    x, w1, b1, w2, b2, w_gate = (autocast(t, dtype) for t in (x, *weights))  # type: ignore[arg-type,assignment]
+    return ops.ffn(x, w1, b1, w2, b2, activation=name, gate=w_gate, dropout_p=p, backend=backend)  # type: ignore[arg-type]
+
+
+def activation_function(op: str, activation: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The callable behind an ``activation`` argument."""
+    if isinstance(activation, str):
+        _check.choice(op, "activation", activation, tuple(ACTIVATIONS))
+        return ACTIVATIONS[activation]
+    if not callable(activation):
+        raise TypeError(f"{op}: activation must be a name or a callable, got {type(activation).__name__}")
+    return activation
+
+
+def activation_name(activation: Any) -> str | None:
+    """What ops.ffn calls this callable, None where it does not know it."""
+    if isinstance(activation, nn.Module):
+        if plain(activation, nn.ReLU):
+            return "relu"
+        if plain(activation, nn.SiLU):
+            return "silu"
+        return _gelu(activation.approximate) if plain(activation, nn.GELU) else None
+    if isinstance(activation, functools.partial):
+        known = activation.func is F.gelu and not activation.args and set(activation.keywords) == {"approximate"}
+        return _gelu(activation.keywords["approximate"]) if known else None
+    return next((name for function, name in _NAMES if activation is function), None)
+
+
+def _gelu(approximate: Any) -> str | None:
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)

@@ -1,0 +1,178 @@
+"""LayerNorm and RMSNorm, drop-in for torch.nn's, and the residual sum that the layers fuse with them.
+
+They subclass torch.nn's, so isinstance checks, ``reset_parameters``, repr and pickles made by torch keep working; only
+``forward`` is new, and torch's norms have no other path to drag in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import _check, ops
+from . import _arguments
+from ._bypass import autocast_dtype, dropout_p, ordinary, plain
+
+
+class LayerNorm(nn.LayerNorm):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimensions.
+
+    Drop-in for ``torch.nn.LayerNorm``: same arguments, same state_dict. Differences: none.
+
+    Args:
+        normalized_shape: int, list or tuple: the sizes of the dimensions to normalise.
+        eps: added to the variance, inside the square root.
+        elementwise_affine: whether there are a weight and a bias.
+        bias: False leaves the bias out.
+        device: of the parameters.
+        dtype: of the parameters.
+        backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
+
+    Shape:
+        input (..., *normalized_shape) -> the same.
+
+    Example:
+        >>> LayerNorm(8)(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
+
+    backend: str | None = None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        _arguments.normalized_shape("LayerNorm", normalized_shape)
+        _check.eps("LayerNorm", eps)
+        _arguments.backend("LayerNorm", backend)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        self.backend = backend
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises ``input``."""
+        x = _rows("LayerNorm", input, self.normalized_shape)
+        y = ops.layer_norm(x, _flat(self.weight), _flat(self.bias), self.eps, backend=self.backend)
+        return y.view(input.shape)
+
+
+class RMSNorm(nn.RMSNorm):
+    """y = x / sqrt(mean(x**2) + eps) * weight over the last dimensions.
+
+    Drop-in for ``torch.nn.RMSNorm``: same arguments, same state_dict. Differences: none.
+
+    Args:
+        normalized_shape: int, list or tuple: the sizes of the dimensions to normalise.
+        eps: added to the mean square; None is the machine epsilon of float32 (of float64 for float64).
+        elementwise_affine: whether there is a weight.
+        device: of the weight.
+        dtype: of the weight.
+        backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
+
+    Shape:
+        x (..., *normalized_shape) -> the same.
+
+    Example:
+        >>> RMSNorm(8)(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
+
+    backend: str | None = None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        _arguments.normalized_shape("RMSNorm", normalized_shape)
+        if eps is not None:
+            _check.eps("RMSNorm", eps)
+        _arguments.backend("RMSNorm", backend)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises ``x``."""
+        rows = _rows("RMSNorm", x, self.normalized_shape)
+        return ops.rms_norm(rows, _flat(self.weight), _eps(self, rows), backend=self.backend).view(x.shape)
+
+
+def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """What stands between two sublayers: z = residual + dropout(x) and y = norm(z), fused where the children allow it.
+
+    Returns:
+        (y, z).
+    """
+    p = dropout_p(dropout)
+    if p is not None and _fusable(x, residual, norm):
+        backend = getattr(norm, "backend", None)
+        if isinstance(norm, nn.LayerNorm):
+            weight, bias, eps = norm.weight, norm.bias, norm.eps
+            return ops.add_layer_norm(x, residual, weight, bias, eps, dropout_p=p, backend=backend)
+        assert isinstance(norm, nn.RMSNorm)
+        eps = _eps(norm, x, residual)
+        return ops.add_rms_norm(x, residual, norm.weight, eps, dropout_p=p, backend=backend)
+    z = residual + dropout(x)
+    return norm(z), z
+
+
+def add(x: Tensor, residual: Tensor, dropout: nn.Module, backend: str | None) -> Tensor:
+    """z = residual + dropout(x), by the project's random rule where dropout is torch's and drops anything."""
+    p = dropout_p(dropout)
+    if p is None or (p > 0.0 and x.shape != residual.shape):
+        return residual + dropout(x)
+    if p == 0.0:
+        return residual + x
+    return ops.add_rms_norm(x, residual, eps=1.0, dropout_p=p, backend=backend)[1]  # the norm itself is not wanted
+
+
+def _fusable(x: Tensor, residual: Tensor, norm: nn.Module) -> bool:
+    if not plain(norm, LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm) or x.shape != residual.shape:
+        return False
+    if norm.normalized_shape != tuple(x.shape[-1:]):
+        return False
+    if not ordinary(norm.weight, getattr(norm, "bias", None)):  # type: ignore[arg-type]
+        return False
+    z_dtype = torch.promote_types(x.dtype, residual.dtype)
+    return not _widened(z_dtype, x.device)
+
+
+def _widened(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether autocast runs norms of ``dtype`` in float32: everywhere but on the CPU."""
+    return dtype in (torch.float16, torch.bfloat16) and device.type != "cpu" and autocast_dtype(device) is not None
+
+
+def _rows(op: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``x`` with the normalised dimensions as one, in the dtype that torch would normalise in."""
+    _check.tensor(op, "input", x)
+    count = len(shape)
+    if tuple(x.shape[-count:]) != shape:
+        raise ValueError(f"{op}: input must end in normalized_shape {shape}, got shape {tuple(x.shape)}")
+    if count > 1:
+        x = x.flatten(-count)
+    return x.float() if _widened(x.dtype, x.device) else x
+
+
+def _flat(parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
+
+
+def _eps(norm: nn.RMSNorm, *tensors: Tensor) -> float:
+    """torch's default eps is that of the dtype it computes in, which is float32 for 16-bit tensors."""
+    if norm.eps is not None:
+        return norm.eps
+    wide = any(t.dtype == torch.float64 for t in tensors)
+    return torch.finfo(torch.float64 if wide else torch.float32).eps
