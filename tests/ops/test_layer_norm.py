@@ -33,10 +33,13 @@ def test_meaning(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rms_default_eps_is_torchs(backend):
-    x = randn(3, 8) * 1e-4
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_default_eps_is_torchs(backend, dtype):
+    """So small that eps decides: 1.19e-07 for float32 and below, 2.2e-16 for float64."""
+    x = (randn(3, 8) * 3e-4).to(dtype)
     y = tfk.ops.rms_norm(x, backend=backend)
-    torch.testing.assert_close(y, F.rms_norm(x, (8,)), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(y, F.rms_norm(x, (8,)), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert y.abs().max() < 1.8 or dtype == torch.float64
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -195,16 +195,14 @@ def _describe_add_rms_norm(x, residual, weight=None, eps=None, *, dropout_p=0.0,
 
 
 def _rms_eps(op: str, eps: float | None, *tensors: Tensor) -> float:
-    """torch's default: the machine epsilon of the input's dtype."""
+    """torch's default: the machine epsilon of the dtype it computes in, float32 for 16-bit tensors."""
     if eps is not None:
         return eps
     for value in tensors:
         _check.tensor(op, "x", value)
         _check.floating(op, x=value)
-    dtype = tensors[0].dtype
-    for value in tensors[1:]:
-        dtype = torch.promote_types(dtype, value.dtype)
-    return torch.finfo(dtype).eps
+    wide = any(value.dtype == torch.float64 for value in tensors)
+    return torch.finfo(torch.float64 if wide else torch.float32).eps
 
 
 _LAYER_NORM = register(Op("layer_norm", SUPPORT, PREFER, _describe_layer_norm))
@@ -318,7 +316,8 @@ def rms_norm(
     Args:
         x: (..., N), float16 | bfloat16 | float32 | float64. Any strides.
         weight: (N,), dtype of ``x`` or float32, or None.
-        eps: added to the mean square, inside the root; None is torch.finfo(x.dtype).eps, as in torch.
+        eps: added to the mean square, inside the root; None is the machine epsilon of float32
+            (float64 for float64), as in torch.
         backend: as in ``layer_norm``.
 
     Returns:
@@ -358,7 +357,7 @@ def add_rms_norm(
         x: (..., N), as in ``add_layer_norm``.
         residual: as ``x``; its dtype may differ.
         weight: (N,), dtype of z or float32, or None.
-        eps: None is torch.finfo(dtype of z).eps.
+        eps: as in ``rms_norm``, for the dtype of z.
         dropout_p: as in ``add_layer_norm``.
         seed: as in ``add_layer_norm``.
         dropout_rows: as in ``add_layer_norm``.
