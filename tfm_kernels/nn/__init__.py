@@ -6,3 +6,8 @@ from .embedding import TokenEmbedding as TokenEmbedding
 from .ffn import FeedForward as FeedForward
 from .layer_norm import LayerNorm as LayerNorm
 from .layer_norm import RMSNorm as RMSNorm
+from .transformer import Transformer as Transformer
+from .transformer import TransformerDecoder as TransformerDecoder
+from .transformer import TransformerEncoder as TransformerEncoder
+from .transformer_layer import TransformerDecoderLayer as TransformerDecoderLayer
+from .transformer_layer import TransformerEncoderLayer as TransformerEncoderLayer

@@ -21,6 +21,7 @@ def plain(child: nn.Module | None, *classes: type) -> bool:
         and child is not None
         and not (child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks)
         and "forward" not in child.__dict__
+        and child._compiled_call_impl is None
         and not _has_any_global_hook()
     )
 

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import _backend, _check, dropout, ops
+from .. import _check, ops
 from ..mask import Mask
 from . import _arguments
 from ._bypass import autocast_dtype
+from .attention_weights import with_weights
 
 _NAME = "MultiheadAttention"
 
@@ -126,11 +127,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         p = self.dropout if self.training else 0.0
         with _exact(q.device):  # what autocast had to cast, the projections have cast
             if need_weights:
-                out, weights = _with_weights(q, k, v, mask, bias, p, average_attn_weights, self.backend)
+                out, weights = with_weights(q, k, v, mask, bias, p, average_attn_weights, self.backend)
                 if autocast_dtype(q.device) is not None and q.device.type != "cpu":
                     weights = weights.float()  # as the softmax of torch's autocast
             else:
-                out, weights = ops.attention(q, k, v, mask, bias=bias, dropout_p=p, backend=self.backend), None
+                attended = ops.attention(q, k, v, mask, bias=bias, dropout_p=p, backend=self.backend)
+                assert isinstance(attended, Tensor)
+                out, weights = attended, None
         out = out.transpose(1, 2) if seq_axis == 1 else out.permute(2, 0, 1, 3)
         out = self.out_proj(out.flatten(-2))
         if batched:
@@ -235,7 +238,7 @@ def masks(
                 f"{op}: attn_mask must have shape {(queries, keys)} or {(batch * heads, queries, keys)}, (Tq, Tk) or "
                 f"(B * H, Tq, Tk), got {tuple(attn_mask.shape)}"
             )
-        attn_mask = attn_mask.view(1, 1, queries, keys) if attn_mask.dim() == 2 else attn_mask.unflatten(0, sizes[:2])
+        attn_mask = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, sizes[:2])
     if is_causal and (attn_mask is None or extra == 0):
         mask, attn_mask = mask & Mask.causal(), None
     if key_padding_mask is not None:
@@ -248,7 +251,7 @@ def masks(
         if given.dtype == torch.bool:
             mask = mask & Mask.hide(given)
         else:
-            given = given if given.dtype == query.dtype else given.to(torch.promote_types(given.dtype, torch.float32))
+            given = given if given.dtype == query.dtype else given.float()
             bias = given if bias is None else bias + given
     if extra:
         mask, bias = _padded(mask, sizes, query, extra), None if bias is None else F.pad(bias, (0, extra))
@@ -281,57 +284,28 @@ def _padded(mask: Mask, sizes: tuple[int, int, int, int], query: Tensor, extra: 
     return Mask.keep(F.pad(whole, (0, extra), value=True))
 
 
+def causal_hint(mask: Tensor | Mask | None, is_causal: bool | None) -> bool:
+    """Whether a stack may tell its layers that ``mask`` is the causal one: what the caller says, else a look at it.
+
+    As in torch the look happens once in a stack and only where the caller said nothing. Under compilation and tracing,
+    while a CUDA graph is captured, and for masks that learn, nothing is looked at and the mask itself is used.
+    """
+    if is_causal is not None:
+        return bool(is_causal)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+        return False
+    if torch.compiler.is_compiling() or type(mask) is not Tensor or mask.is_meta:
+        return False
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    future = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).triu(1)
+    if mask.dtype == torch.bool:
+        return torch.equal(mask, future)
+    return mask.is_floating_point() and torch.equal(mask, torch.zeros_like(mask).masked_fill(future, -torch.inf))
+
+
 def _exact(device: torch.device) -> Any:
     """A context in which float32 stays float32."""
     if autocast_dtype(device) is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def _with_weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    bias: Tensor | None,
-    p: float,
-    average: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, weights), out from the fused attention where a backend with lse runs, weights recomputed from lse.
-
-    The weights are differentiable. PyTorch's own attention has no lse: in its place stands the written-out formula.
-    """
-    seed = dropout.draw_seed(q.device) if p > 0.0 else None
-    options: dict[str, Any] = {"bias": bias, "dropout_p": p, "seed": seed}
-    entry = _backend.OPS["attention"]
-    named = backend if backend is not None else _backend._forced
-    chosen = named or _backend.select(entry, entry.describe(q, k, v, mask, **options, return_lse=True), None)
-    if named == "aten" or (named is None and chosen == "reference"):
-        return _composed(q, k, v, mask, average=average, **options)
-    out, lse = ops.attention(q, k, v, mask, **options, return_lse=True, backend=chosen)
-    return out, ops.attention_weights(q, k, lse, mask, **options, average=average)
-
-
-def _composed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, dropout_p: float, seed: Tensor | None,
-    average: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, weights) by the equations of ops.attention in torch's functions; what no query sees is kept out of them."""
-    sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
-    visible = (mask or Mask()).dense(*sizes, q.device)
-    if bias is not None:
-        visible = visible & (bias != -torch.inf)
-    sees, seen = visible.any(-1, keepdim=True), visible.any(-2).unsqueeze(-1)
-    q, k, v = q.masked_fill(~sees, 0.0), k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
-    x = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    if bias is not None:
-        x = x + bias.masked_fill(bias == -torch.inf, 0.0)
-    x = x.masked_fill(~visible & sees, -torch.inf)
-    weights = x.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).masked_fill(~visible, 0.0)
-    if seed is not None:
-        keep = dropout.keep_mask(seed, dropout_p, dropout.attention_rows(*sizes[:3], q.device), sizes[3])
-        weights = weights * keep * dropout.keep_scale(dropout_p)
-    weights = weights.to(q.dtype)
-    out = (weights @ v).transpose(1, 2).contiguous().transpose(1, 2)
-    return out, weights.mean(1) if average else weights

@@ -54,7 +54,7 @@ class LayerNorm(nn.LayerNorm):
         _arguments.normalized_shape("LayerNorm", normalized_shape)
         _check.eps("LayerNorm", eps)
         _arguments.backend("LayerNorm", backend)
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.backend = backend
 
     def forward(self, input: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class RMSNorm(nn.RMSNorm):
         if eps is not None:
             _check.eps("RMSNorm", eps)
         _arguments.backend("RMSNorm", backend)
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.backend = backend
 
     def forward(self, x: Tensor) -> Tensor:
