@@ -2,10 +2,14 @@
 
 from . import nn as nn
 from . import ops as ops
+from . import patching as patching
 from ._backend import BackendError as BackendError
 from ._backend import explain as explain
 from ._backend import use_backend as use_backend
 from .diagnosis import doctor as doctor
 from .mask import Mask as Mask
+from .patching import PatchReport as PatchReport
+from .patching import patch as patch
+from .patching import unpatch as unpatch
 
 __version__ = "0.1.0"

@@ -1,0 +1,10 @@
+"""Putting the fused layers into existing models, and taking them out again."""
+
+from . import bert as bert
+from .model import patch as patch
+from .model import unpatch as unpatch
+from .recipe import Recipe as Recipe
+from .recipe import recipe as recipe
+from .recipe import register_recipe as register_recipe
+from .report import Entry as Entry
+from .report import PatchReport as PatchReport

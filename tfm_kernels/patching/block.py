@@ -1,0 +1,107 @@
+"""The pieces of a Transformer block over existing torch.nn children: what the recipes are put together from.
+
+Every function reads the weights of its children past their forwards; the recipes check first that this is allowed
+(guard.py). Under autocast the weights are cast here, since autocast does not see inside a registered operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from . import guard
+from .packed import Packed
+
+_ACTIVATIONS: dict[Any, str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    F.relu: "relu",
+    torch.relu: "relu",
+    F.gelu: "gelu",
+    F.silu: "silu",
+}
+_NAMED = {  # classes of transformers.activations, which need not be installed
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "SiLUActivation": "silu",
+}
+
+
+def activation(function: Any) -> str | None:
+    """The name by which ops.ffn knows an activation (a module or a function), or None where it does not."""
+    if isinstance(function, nn.Module):
+        if type(function) is nn.GELU:
+            return "gelu" if function.approximate == "none" else "gelu_tanh"
+        if type(function).__module__ == "transformers.activations":
+            return _NAMED.get(type(function).__name__)
+        return _ACTIVATIONS.get(type(function))
+    return _ACTIVATIONS.get(function) if callable(function) else None
+
+
+def why_not_activation(function: Any) -> str | None:
+    """None where an activation may be fused, else part of a sentence."""
+    if activation(function) is None:
+        name = type(function).__name__ if isinstance(function, nn.Module) else getattr(function, "__name__", function)
+        return f"its activation {name} has no fused form"
+    if isinstance(function, nn.Module) and guard.hooked(function):
+        return "its activation has hooks"
+    return None
+
+
+def dropout_p(module: nn.Module) -> float:
+    """The probability with which an nn.Dropout now drops."""
+    return module.p if module.training else 0.0  # type: ignore[return-value]
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(..., T, E) -> (..., H, T, D), a view."""
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(..., H, T, D) -> (..., T, E), a view of what ops.attention returns."""
+    return x.transpose(-3, -2).flatten(-2)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
+    """Attention of (B, H, T, D) tensors under a Mask, a tensor, None or a Packed."""
+    if isinstance(mask, Packed):
+        return mask.attention(query, key, value, **options)
+    if isinstance(mask, Tensor) and mask.is_floating_point() and mask.dtype != torch.float32:
+        mask = mask.to(query.dtype)
+    return ops.attention(query, key, value, mask, **options)  # type: ignore[return-value]
+
+
+def linear(x: Tensor, layer: nn.Module) -> Tensor:
+    """An nn.Linear by its weights."""
+    return F.linear(x, layer.weight, layer.bias)  # type: ignore[arg-type]
+
+
+def feed_forward(
+    x: Tensor, first: nn.Module, second: nn.Module, activation: str, gate: nn.Module | None = None, **options: Any
+) -> Tensor:
+    """ops.ffn with the weights of two (or, gated, three) nn.Linear."""
+    tensors: list[Any] = [
+        x,
+        first.weight,
+        first.bias,
+        second.weight,
+        second.bias,
+        None if gate is None else gate.weight,
+    ]
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        tensors = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+    x, w1, b1, w2, b2, w3 = tensors
+    return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: nn.Module, **options: Any) -> Tensor:
+    """LayerNorm(residual + dropout(x)) with the parameters of an nn.LayerNorm over the last dimension."""
+    return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, **options)[0]  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""What a fused forward checks before it reads its children's weights past their own forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _module
+
+from .swap import original_class
+
+UNKNOWN_FORWARD = "its forward is not the known one"
+GLOBAL_HOOKS = "a hook is registered for all modules"
+
+
+IDLE_HOOKS: list[Callable[[Any], bool]] = []  # each tells of a forward hook whether it now does nothing
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether anything but its class decides what calling the module does, or watches it."""
+    return bool(
+        (module._forward_hooks and not _idle(module._forward_hooks.values()))
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def _idle(hooks: Iterable[Any]) -> bool:
+    return not torch.compiler.is_compiling() and all(any(idle(hook) for idle in IDLE_HOOKS) for hook in hooks)
+
+
+def hooked_everywhere() -> bool:
+    """Whether hooks are registered for all modules of the process."""
+    return bool(
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
+
+
+def is_plain(module: Any, *classes: type) -> bool:
+    """Whether the module is exactly of one of ``classes`` (fused or not) and nothing else decides its result."""
+    return (type(module) in classes or original_class(module) in classes) and not hooked(module)
+
+
+def why_not_plain(owner: nn.Module, path: str, *classes: type) -> str | None:
+    """None where the child at ``path`` (dotted) is plain, else one sentence part for the report."""
+    module = child(owner, path)
+    if type(module) not in classes and original_class(module) not in classes:
+        return f"{path} is {type(module).__name__}, not {' or '.join(c.__name__ for c in classes)}"
+    if hooked(module):
+        return _watched(path, module)
+    return None
+
+
+def child(owner: nn.Module, path: str) -> Any:
+    """The descendant at a dotted path; faster than get_submodule, and traceable."""
+    module: Any = owner
+    for name in path.split("."):
+        module = module._modules[name]
+    return module
+
+
+def _watched(path: str, module: nn.Module) -> str:
+    return f"{path} has {'a forward of its own' if 'forward' in module.__dict__ else 'hooks'}"
+
+
+def why_not_stock(owner: nn.Module, paths: Iterable[str]) -> str | None:
+    """None where the children at ``paths`` are torch.nn's own and unwatched, else one sentence part for the report."""
+    if hooked_everywhere():
+        return GLOBAL_HOOKS
+    for path in paths:
+        module = child(owner, path)
+        if not original_class(module).__module__.startswith("torch.nn.modules."):
+            return f"{path} is {type(module).__name__}, not a module of torch.nn"
+        if hooked(module):
+            return _watched(path, module)
+    return None
+
+
+def tracing(*tensors: torch.Tensor) -> bool:
+    """Whether data must not be looked at: a graph is being made by compile, export, jit or CUDA capture."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    if any(type(t) is not torch.Tensor and type(t) is not nn.Parameter for t in tensors):
+        return True  # fake tensors, proxies, other subclasses
+    return any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,285 @@
+"""Hugging Face transformers: attention through the library's own registry, and the switch of a model to it.
+
+The mask function hands out our Mask as data to the families that only pass their mask on, and a dense bool mask to all
+others. The attention function serves every family; what it does not know it leaves to transformers' own.
+transformers is imported only where a model of it, or a pickle of one, asks for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import dropout as random
+from .. import ops
+from .._backend import BACKENDS
+from ..mask import Band, Mask
+from . import guard, packed, swap
+from .block import attend
+from .packed import Packed
+
+NAME = "tfm_kernels"
+RECIPE = "huggingface.attention"
+REPLACES = ("sdpa", "eager")  # implementations that patching takes the place of; others were chosen on purpose
+# Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23.
+MASK_AS_DATA = frozenset(
+    "albert bart bert camembert clip_text_model distilbert electra gpt2 llama marian roberta t5 vit whisper "
+    "xlm-roberta".split()
+)
+# Keywords that do not change what attention computes once the mask is there.
+_HARMLESS = frozenset(
+    "position_ids use_cache output_attentions output_hidden_states encoder_hidden_states deterministic sliding_window "
+    "past_key_values cache_position return_dict is_causal num_items_in_batch".split()
+)
+_previous: dict[int, tuple[weakref.ref, str]] = {}  # id of a config -> what patching replaced in it
+_registered: list[str] = []
+
+
+def implementation(backend: str | None) -> str:
+    """The name under which transformers knows our attention, one for each backend."""
+    return NAME if backend is None else f"{NAME}_{backend}"
+
+
+def register() -> None:
+    """Makes transformers know our attention and mask functions. Without the mask padding would be ignored silently."""
+    if _registered:
+        return
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    for backend in (None, *BACKENDS):
+        AttentionInterface.register(implementation(backend), _attention_on(backend))
+        AttentionMaskInterface.register(implementation(backend), mask)
+        _registered.append(implementation(backend))
+
+
+def _attention_on(backend: str | None) -> Callable[..., Any]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        reason = unknown_keywords(kwargs)
+        if reason is not None:
+            swap.fell_back(module, reason)
+            attention_mask = _dense(attention_mask, query, key)
+            return _stock(module, query, key, value, attention_mask, dropout, scaling, position_bias, kwargs)
+        attention_mask = causal_if_unmasked(module, attention_mask, query, kwargs)
+        if position_bias is not None and _is_cross_attention_of_t5(module):
+            position_bias = None  # a tensor of zeros
+        options = {"bias": position_bias, "scale": scaling, "dropout_p": dropout}
+        if wants_weights(kwargs) and not isinstance(attention_mask, Packed):
+            return _with_weights(query, key, value, attention_mask, options, backend)
+        if isinstance(attention_mask, Packed):
+            del options["bias"]
+        out = attend(query, key, value, attention_mask, backend=backend, **options)
+        return out.transpose(1, 2), None
+
+    return attention
+
+
+def unknown_keywords(kwargs: dict[str, Any]) -> str | None:
+    """None where every keyword of an attention call is known to change nothing, else why it falls back."""
+    unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
+    return f"its attention was called with {', '.join(unknown)}" if unknown else None
+
+
+def causal_if_unmasked(module: nn.Module, mask: Any, query: Tensor, kwargs: dict[str, Any]) -> Any:
+    """The mask of a call, with what None stands for written out; a mask, where there is one, says all."""
+    if mask is not None or query.shape[-2] == 1:
+        return mask
+    given = kwargs.get("is_causal")
+    return Mask.causal() if (getattr(module, "is_causal", True) if given is None else given) else None
+
+
+def is_ours(config: Any) -> bool:
+    """Whether a config's attention goes to us."""
+    return str(getattr(config, "_attn_implementation", None)).startswith(NAME)
+
+
+def is_idle_collector(hook: Any) -> bool:
+    """Whether a forward hook is one by which transformers collects outputs, and now collects nothing.
+
+    The first call with output_hidden_states or output_attentions leaves such hooks for good.
+    """
+    return getattr(hook, "__qualname__", "").startswith("install_output_capuring_hook.") and not collecting()
+
+
+guard.IDLE_HOOKS.append(is_idle_collector)
+
+
+def wants_weights(kwargs: dict[str, Any]) -> bool:
+    """Whether the caller will read the attention weights: asked for by keyword or by transformers' collector."""
+    if kwargs.get("output_attentions"):
+        return True
+    collected = collecting()
+    return "attentions" in collected or "cross_attentions" in collected
+
+
+def collecting() -> tuple[str, ...]:
+    """What transformers' hooks now collect, such as "hidden_states". A compiled graph cannot ask."""
+    if torch.compiler.is_compiling() or "transformers.utils.output_capturing" not in sys.modules:
+        return ()
+    active = sys.modules["transformers.utils.output_capturing"]._active_collector.get()
+    return () if active is None else tuple(active)
+
+
+def packing(stack: nn.Module, mask: Any, x: Tensor, layers: Any, why_not: Callable[[Any], str | None]) -> Packed | None:
+    """``packed.packing`` for a stack of transformers' layers: not while something collects what the layers give."""
+    if mask is not None and collecting() and swap.options(stack).packed:
+        swap.fell_back(stack, "output_hidden_states or output_attentions was asked for")
+        return None
+    return packed.packing(stack, mask, x, layers, why_not)
+
+
+def _with_weights(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any], backend: str | None
+) -> tuple[Tensor, Tensor]:
+    if options["dropout_p"] > 0.0:
+        options["seed"] = random.draw_seed(query.device)
+    out, lse = ops.attention(query, key, value, mask, return_lse=True, backend=backend, **options)
+    return out.transpose(1, 2), ops.attention_weights(query, key, lse, mask, **options)
+
+
+def _is_cross_attention_of_t5(module: nn.Module) -> bool:
+    decoder, causal = getattr(module, "is_decoder", False), getattr(module, "is_causal", True)
+    return hasattr(module, "relative_attention_num_buckets") and decoder and not causal
+
+
+def _stock(module, query, key, value, attention_mask, dropout, scaling, position_bias, kwargs) -> Any:
+    from transformers import AttentionInterface
+
+    if position_bias is not None:
+        kwargs = {**kwargs, "position_bias": position_bias}
+    stock = AttentionInterface._global_mapping["sdpa"]
+    return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _dense(attention_mask: Any, query: Tensor, key: Tensor) -> Any:
+    if not isinstance(attention_mask, Mask):
+        return attention_mask
+    return attention_mask.dense(query.shape[0], 1, query.shape[2], key.shape[2], query.device)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The mask of one forward, as transformers asks for it: a Mask, None for no mask, or a dense bool tensor."""
+    from transformers import masking_utils
+
+    plain = (
+        getattr(kwargs.get("config"), "model_type", None) in MASK_AS_DATA
+        and isinstance(q_offset, int)
+        and kv_offset == 0
+        and (attention_mask is None or attention_mask.shape[1] >= kv_length)
+        and kwargs.get("local_size") is None
+        and not kwargs.get("use_vmap", False)
+    )
+    keep = None
+    if plain and attention_mask is not None:
+        keep = attention_mask[:, :kv_length]
+        keep = None if not guard.tracing(keep) and bool(keep.all()) else keep[:, None, None, :]
+    if plain and mask_function is masking_utils.bidirectional_mask_function:
+        if kwargs.get("allow_is_bidirectional_skip", False):
+            return None if keep is None else Mask(keep_matrix=keep)
+    elif plain and mask_function is masking_utils.causal_mask_function and kwargs.get("allow_is_causal_skip", True):
+        if kv_length == q_offset + q_length:  # no empty room behind the last key, as a static cache has it
+            return Mask(bottom_right=Band(high=0) if q_length > 1 else Band(), keep_matrix=keep)
+    return masking_utils.sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
+
+
+def is_model(module: nn.Module) -> bool:
+    """Whether the module is a transformers model, found without importing transformers."""
+    library = sys.modules.get("transformers")
+    return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def models(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost transformers models in a module."""
+    if is_model(module):
+        yield module
+    else:
+        for inner in module.children():
+            yield from models(inner)
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether a module's forward asks transformers' registry for its attention."""
+    forward = inspect.unwrap(swap.original_class(module).forward)  # type: ignore[attr-defined]
+    return type(module).__module__.startswith("transformers.") and "get_interface" in forward.__code__.co_names
+
+
+def why_not(model: Any) -> str | None:
+    """None where a model's attention can be switched, else part of a sentence."""
+    current = model.config._attn_implementation
+    if getattr(model.config, "output_attentions", False):
+        return "config.output_attentions is set"
+    if not model._can_set_attn_implementation():
+        return "its attention does not go through transformers' AttentionInterface"
+    if current not in REPLACES and not str(current).startswith(NAME):
+        return f"its attention implementation {current!r} was chosen on purpose"
+    return None
+
+
+def switch(model: Any, backend: str | None, pack: bool) -> list[nn.Module]:
+    """Sets the attention of a transformers model and of the models in it to ours; returns those that took it."""
+    register()
+    inner = [module for module in model.modules() if is_model(module)]
+    before = [_original(module.config) for module in inner]
+    model.set_attn_implementation(implementation(backend))
+    taken = []
+    for module, name in zip(inner, before, strict=True):
+        if module.config._attn_implementation == implementation(backend):
+            if swap.OPTIONS not in module.__dict__:
+                _previous[id(module.config)] = (weakref.ref(module.config), name)
+            else:
+                name = swap.options(module).previous or name
+            module.__dict__[swap.OPTIONS] = swap.Options(RECIPE, backend, pack, previous=name)
+            taken.append(module)
+    return taken
+
+
+def _original(config: Any) -> str:
+    """A config's implementation before any patch: models built from one config object share it."""
+    reference, name = _previous.get(id(config), (None, None))
+    current = config._attn_implementation
+    if reference is not None and reference() is config and current.startswith(NAME):
+        return str(name)
+    return str(current)
+
+
+def switch_back(module: Any, previous: str | None) -> None:
+    """Gives one transformers model its attention back, unless somebody has set another one meanwhile."""
+    if previous is not None and str(module.config._attn_implementation).startswith(NAME):
+        module.set_attn_implementation(previous)
+
+
+swap.on_load[RECIPE] = register

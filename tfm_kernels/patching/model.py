@@ -1,0 +1,183 @@
+"""``patch`` and ``unpatch``: recipes applied to every module of a model, and everything given back."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+from .._backend import BACKENDS
+from . import huggingface, swap
+from .recipe import registered
+from .report import Entry, PatchReport
+
+_HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backend: str | None = None) -> PatchReport:
+    """Put the fused layers into an existing model, in place.
+
+    Recognises torch.nn's attention, norms, feed-forward sequences and Transformer layers, Hugging Face families, and
+    classes registered with a recipe. The model, its modules and its parameters stay the same objects under the same
+    names; checkpoints, optimizers and hooks on the outside go on as before. What the fused code cannot honour (hooks on
+    inner modules, adapters, output_attentions ...) runs the original code, call by call.
+
+    Args:
+        model: any module; patching a patched model applies the new options to it.
+        packed: run padded batches of recognised encoder stacks packed, so that padding costs nothing. The stack's
+            output is then 0 at padded positions, where the original has values of no meaning. Never under
+            torch.compile or graph capture.
+        freeze: must be False; packed copies of weights are not kept across calls yet.
+        backend: "reference" | "aten" | "cpu" | "triton" | "cuda" for every fused op, or None to choose automatically.
+
+    Returns:
+        A PatchReport: every module with "replaced" or "kept because ...". As a context manager it unpatches at its
+        end. After training with FSDP, unpatch too goes on working: patch first, shard second.
+
+    Raises:
+        TypeError: ``model`` is not a module, or an option is of the wrong type.
+        ValueError: ``freeze`` is True, or no backend has this name.
+
+    Example:
+        >>> with tfk.patch(model) as report:
+        ...     y = model(x)
+    """
+    _check(model, packed, freeze, backend)
+    covered: dict[int, str] = {}
+    entries, modules = [], []
+    undo: list[tuple[nn.Module, swap.Options | None]] = []
+    switched = _switch_attention(model, backend, packed, undo)
+    for name, module in model.named_modules():
+        if id(module) in covered:
+            replaced, note = True, f"runs inside {covered[id(module)]}"
+        elif id(module) in switched:
+            replaced, note = switched[id(module)]
+        else:
+            replaced, note = _apply(module, name, packed, backend, covered, undo)
+        entries.append(Entry(name, type(module).__name__, replaced, note))
+        modules.append(module)
+    return PatchReport(entries, modules, _notes(entries), functools.partial(_undo, undo))
+
+
+def unpatch(model: nn.Module) -> int:
+    """Give a patched model its own code back, bit for bit.
+
+    Args:
+        model: any module; where nothing was patched nothing happens.
+
+    Returns:
+        How many modules were restored.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unpatch: model must be a torch.nn.Module, got {type(model).__name__}")
+    restored = 0
+    for module in model.modules():
+        if huggingface.is_model(module):
+            huggingface.switch_back(module, swap.options(module).previous)
+        restored += swap.restore(module)
+    return restored
+
+
+def _check(model: object, packed: object, freeze: object, backend: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, value in (("packed", packed), ("freeze", freeze)):
+        if not isinstance(value, bool):
+            raise TypeError(f"patch: {name} must be True or False, got {value!r}")
+    if freeze:
+        raise ValueError("patch: freeze must be False, got True: packed copies of frozen weights are not kept yet")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"patch: backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+
+
+def _switch_attention(
+    model: nn.Module, backend: str | None, packed: bool, undo: list[tuple[nn.Module, swap.Options | None]]
+) -> dict[int, tuple[bool, str]]:
+    """Sends the attention of all transformers models to us: id of a model -> (replaced, note)."""
+    told = {}
+    for outer in huggingface.models(model):
+        reason = huggingface.why_not(outer)
+        before = [(inner, inner.__dict__.get(swap.OPTIONS)) for inner in outer.modules() if huggingface.is_model(inner)]
+        taken = set() if reason is not None else set(map(id, huggingface.switch(outer, backend, packed)))
+        for inner, options in before:
+            if id(inner) in taken:
+                told[id(inner)] = True, "attention through transformers' AttentionInterface"
+                undo.append((inner, options))
+            else:
+                told[id(inner)] = False, f"because {reason or 'it did not take the attention implementation'}"
+    return told
+
+
+def _apply(
+    module: nn.Module,
+    name: str,
+    packed: bool,
+    backend: str | None,
+    covered: dict[int, str],
+    undo: list[tuple[nn.Module, swap.Options | None]],
+) -> tuple[bool, str]:
+    """Tries every recipe on one module: (replaced, note)."""
+    before = module.__dict__.get(swap.OPTIONS) if swap.is_fused(module) else None
+    reason: bool | str = False
+    for recipe in registered():
+        if before is not None:
+            if recipe.name != before.recipe:
+                continue
+        else:
+            answer = recipe.recognise(module)
+            if answer is True and "forward" in module.__dict__:
+                answer = "it has a forward of its own"
+            if answer is not True:
+                reason = reason or answer
+                continue
+        if recipe.packs and not packed:
+            if before is not None:
+                undo.append((module, before))
+                swap.restore(module)
+            return False, "because packed=False was asked for"
+        for inner in recipe.covers(module):
+            covered.setdefault(id(inner), name or "the model")
+        undo.append((module, before))
+        told = swap.Options(recipe.name, backend, packed)
+        if before is None:
+            swap.swap(module, told)
+        else:
+            module.__dict__[swap.OPTIONS] = told
+        return True, f"{recipe.what}; not more, because {reason}" if reason else recipe.what
+    return (False, f"because {reason}") if reason else _left(module)
+
+
+def _left(module: nn.Module) -> tuple[bool, str]:
+    if swap.is_fused(module):
+        return True, "by a recipe that is no longer registered"
+    if type(module) in _HOLDERS or not module._modules and not module._parameters and not module._buffers:
+        return False, "because it holds nothing to fuse"
+    if type(module) is nn.Linear:
+        return False, "because a Linear by itself has nothing to fuse with"
+    if huggingface.uses_interface(module) and huggingface.is_ours(getattr(module, "config", None)):
+        return True, "attention through transformers' AttentionInterface"
+    return False, f"because no recipe knows {type(module).__name__}"
+
+
+def _notes(entries: list[Entry]) -> list[str]:
+    packs = {recipe.what for recipe in registered() if recipe.packs}
+    if any(entry.replaced and entry.note in packs for entry in entries):
+        return ["where a batch has padding, the outputs of packed stacks are 0 at padded positions"]
+    return []
+
+
+def _undo(undo: list[tuple[nn.Module, swap.Options | None]]) -> None:
+    for module, before in undo:
+        if before is not None:
+            if not swap.is_fused(module) and not huggingface.is_model(module):
+                swap.swap(module, before)
+            module.__dict__[swap.OPTIONS] = before
+            if huggingface.is_model(module):
+                module.set_attn_implementation(huggingface.implementation(before.backend))  # type: ignore[operator]
+        else:
+            if huggingface.is_model(module):
+                huggingface.switch_back(module, swap.options(module).previous)
+            swap.restore(module)

@@ -1,0 +1,131 @@
+"""Recipes: how modules of one kind are recognised and what runs in their place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from . import guard, swap
+
+
+def _covers_nothing(module: nn.Module) -> Iterable[nn.Module]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How modules of one kind are fused.
+
+    Attributes:
+        name: unique, such as "bert.layer"; a pickle refers to the recipe by it.
+        recognise: recognise(module) answers True for "mine", False for "not mine", or part of a sentence, "its forward
+            is not the known one", where the module looks like mine and must yet be left as it is.
+        fuse: fuse(original class) returns a subclass of it with the fused forward. The class keeps no state.
+        what: what then happens, for the report: "dropout, sum and LayerNorm in one pass".
+        covers: covers(module) gives the descendants that the fused forward runs itself; they are not patched on their
+            own.
+        packs: whether all that the recipe does is to run padded batches packed.
+    """
+
+    name: str
+    recognise: Callable[[nn.Module], bool | str]
+    fuse: Callable[[type], type]
+    what: str
+    covers: Callable[[nn.Module], Iterable[nn.Module]] = _covers_nothing
+    packs: bool = False
+
+
+_recipes: list[Recipe] = []
+
+
+def register_recipe(recipe: Recipe, *, first: bool = True) -> Recipe:
+    """Makes ``patch`` try a recipe on every module; a recipe of the same name is replaced.
+
+    Args:
+        recipe: the recipe.
+        first: before the recipes that are there, so that it wins over them; otherwise after them.
+
+    Raises:
+        TypeError: not a Recipe.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"register_recipe: recipe must be a Recipe, got {type(recipe).__name__}")
+    _recipes[:] = [other for other in _recipes if other.name != recipe.name]
+    _recipes.insert(0 if first else len(_recipes), recipe)
+    swap.declare(recipe.name, recipe.fuse)
+    return recipe
+
+
+def registered() -> tuple[Recipe, ...]:
+    """All recipes in the order in which ``patch`` tries them."""
+    return tuple(_recipes)
+
+
+def recipe(cls: type[nn.Module], *, what: str = "a registered recipe", covers: Iterable[str] = ()) -> Callable:
+    """Registers a function as the fused forward of a user's module class: a decorator.
+
+    The function takes the arguments of the class's own forward, ``self`` first. It may call the children as modules
+    (then hooks, adapters and quantised layers in them keep working) and ``tfm_kernels.ops`` between them, with
+    ``backend=tfm_kernels.patching.backend(self)``. Where it returns NotImplemented the original forward runs, and the
+    report says so.
+
+    Args:
+        cls: the class, matched exactly; its subclasses are left as they are.
+        what: what the report says of such modules.
+        covers: names of children, dotted, whose weights the function reads without calling them. They must be of
+            torch.nn; where one has hooks, a forward of its own or a derived class (an adapter, a quantised layer), the
+            original forward runs.
+
+    Returns:
+        The decorator; it returns the function unchanged.
+
+    Raises:
+        TypeError: ``cls`` is not a subclass of nn.Module.
+
+    Example:
+        >>> @tfk.patching.recipe(MultiHeadAttention)
+        ... def fused(self, q, k, v, mask=None):
+        ...     heads = lambda t: t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        ...     keep = None if mask is None else tfk.Mask.keep(mask != 0)
+        ...     out = tfk.ops.attention(heads(self.w_q(q)), heads(self.w_k(k)), heads(self.w_v(v)), keep)
+        ...     return self.w_o(out.transpose(1, 2).flatten(2))
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"recipe: cls must be a subclass of torch.nn.Module, got {cls!r}")
+    paths = tuple(covers)
+
+    def register(forward: Callable[..., Any]) -> Callable[..., Any]:
+        register_recipe(from_forward(f"{cls.__module__}.{cls.__qualname__}", cls, forward, what, paths))
+        return forward
+
+    return register
+
+
+def from_forward(
+    name: str, cls: type[nn.Module], run: Callable[..., Any], what: str, covers: tuple[str, ...] = ()
+) -> Recipe:
+    """The recipe of one class: ``run`` in place of its forward, which still runs where ``run`` gives NotImplemented."""
+
+    def fuse(original: Any) -> type:
+        class Fused(original):
+            @functools.wraps(original.forward)
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                reason = guard.why_not_stock(self, covers)
+                if reason is None:
+                    result = run(self, *args, **kwargs)
+                    if result is not NotImplemented:
+                        return result
+                    reason = "its recipe does not serve this call"
+                swap.fell_back(self, reason)
+                return super().forward(*args, **kwargs)
+
+        return Fused
+
+    def recognise(module: nn.Module) -> bool | str:
+        return type(module) is cls and (guard.why_not_stock(module, covers) or True)
+
+    return Recipe(name, recognise, fuse, what, lambda module: [module.get_submodule(path) for path in covers])

@@ -1,0 +1,140 @@
+"""The class swap: a module takes a fused class, whose one base is the module's own class, and can give it back.
+
+The module itself stays: its parameters, buffers, hooks and children are the same objects under the same names. What a
+fused class needs to know of one module (Options) lies in the module's ``__dict__`` under OPTIONS, so that deepcopy and
+pickle carry it; a fused class holds no state and can be traced.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+OPTIONS = "_tfm_kernels"  # the one name that patching adds to a module
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``patch`` was asked for, as one module needs to know it.
+
+    Attributes:
+        recipe: name of the recipe that the module was fused by.
+        backend: passed on to the ops; None chooses automatically.
+        packed: whether padded batches may run packed.
+        previous: for a module whose class stays, the setting that patching replaced.
+    """
+
+    recipe: str
+    backend: str | None = None
+    packed: bool = True
+    previous: str | None = None
+
+    def __reduce__(self) -> Any:
+        return _load_options, (self.recipe, self.backend, self.packed, self.previous)
+
+
+on_load: dict[str, Callable[[], None]] = {}  # recipe -> what a process that loads a pickled model has to do first
+_fused: dict[tuple[type, str], type] = {}
+_originals: dict[type, type] = {}
+_builders: dict[str, Callable[[type], type]] = {}  # recipe -> original class -> fused class
+_fallbacks: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def declare(recipe: str, builder: Callable[[type], type]) -> None:
+    """Makes a recipe's fused classes known by name, which is how a pickle refers to them."""
+    _builders[recipe] = builder
+    for key in [key for key in _fused if key[1] == recipe]:
+        del _fused[key]  # modules that hold the old class keep it, and can still be given back
+
+
+def fused_class(original: type, recipe: str) -> type:
+    """The class that ``recipe`` gives to modules of class ``original``: always the same object."""
+    if (original, recipe) not in _fused:
+        fused = _builders[recipe](original)
+        fused.__name__, fused.__qualname__ = original.__name__, original.__qualname__  # policies go by names
+        fused.__module__ = original.__module__
+        fused.__doc__ = original.__doc__
+        fused.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign, assignment]
+        _originals[fused] = original
+        _fused[original, recipe] = fused
+    return _fused[original, recipe]
+
+
+def original_class(module: nn.Module) -> type:
+    """The class of a module without what patching did to it."""
+    return _originals.get(type(module), type(module))
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether the module's class is a fused one, or was derived from one (as FSDP2 does)."""
+    return any(base in _originals for base in (type(module), *type(module).__bases__))
+
+
+def options(module: nn.Module) -> Options:
+    """What patching noted for this module; the defaults where it did not."""
+    return module.__dict__.get(OPTIONS) or Options("")
+
+
+def swap(module: nn.Module, told: Options) -> None:
+    """Gives a module its fused class. The module's own class must be the exact one that the recipe knows."""
+    module.__class__ = fused_class(type(module), told.recipe)
+    module.__dict__[OPTIONS] = told
+
+
+def restore(module: nn.Module) -> bool:
+    """Gives a module its own class back; True where there was something to undo."""
+    noted = module.__dict__.pop(OPTIONS, None) is not None
+    _fallbacks.pop(module, None)
+    if type(module) in _originals:
+        module.__class__ = _originals[type(module)]
+        return True
+    bases = type(module).__bases__
+    if any(base in _originals for base in bases):  # fully_shard derived FSDPName(FSDPModule, Fused) from it
+        module.__class__ = type(type(module).__name__, tuple(_originals.get(base, base) for base in bases), {})
+        return True
+    return noted
+
+
+def fell_back(module: nn.Module, reason: str) -> None:
+    """Notes that a fused module ran its original code. A compiled graph must hold no such state, so not there."""
+    if not torch.compiler.is_compiling():
+        counts = _fallbacks.setdefault(module, {})
+        counts[reason] = counts.get(reason, 0) + 1
+
+
+def fallbacks(module: nn.Module) -> dict[str, int]:
+    """reason -> how often the module ran its original code for it."""
+    return dict(_fallbacks.get(module, {}))
+
+
+def _load_options(recipe: str, backend: str | None, packed: bool, previous: str | None) -> Options:
+    if recipe in on_load:
+        on_load[recipe]()
+    return Options(recipe, backend, packed, previous)
+
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    fused: Any = next(cls for cls in type(self).__mro__ if cls in _originals)
+    reduced = super(fused, self).__reduce_ex__(max(int(protocol), 2))
+    if type(self) is not fused or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return reduced  # a class derived from ours, or one that has its own way of being pickled
+    return _rebuild, (_originals[fused], options(self).recipe), *reduced[2:]
+
+
+def _rebuild(original: Any, recipe: str) -> nn.Module:
+    """An empty module of the fused class, for copy and pickle to fill."""
+    if recipe in _builders:
+        original = fused_class(original, recipe)
+        return original.__new__(original)
+    warnings.warn(
+        f"patch: the recipe {recipe!r} is not registered in this process, so {original.__name__} runs its own code",
+        stacklevel=2,
+    )
+    return original.__new__(original)
