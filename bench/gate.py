@@ -1,0 +1,53 @@
+"""Only green cases are timed: the numeric contract on a case of the same branches, then agreement at full size."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfm_kernels.testing import ContractError, assert_contract
+
+from .subject import Group
+
+_AGREE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}  # another function, not another rounding
+
+
+def refusal(group: Group, backend: str) -> str | None:
+    """None where the backend keeps the numeric contract on the group's proof case, else the judge's sentence."""
+    subject = group.subject
+    return _contract(subject.arguments, subject.proof(group.case), group.dtype, backend, group.kind == "train")
+
+
+@functools.cache
+def _contract(arguments: Any, case: Any, dtype: str, backend: str, backward: bool) -> str | None:
+    if backend in ("reference", "aten"):
+        return None  # measured by the contract, not judged; agreement at full size is asked of them too
+    try:
+        assert_contract(case.op, arguments(case, dtype), backend, backward=backward)
+    except ContractError as error:
+        return str(error)
+    return None
+
+
+def disagreement(group: Group, ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> str | None:
+    """None where two implementations computed the same function, judged by the Frobenius norm of the difference."""
+    if not group.subject.comparable(group.case):
+        return None
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        difference = ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
+        if not difference <= _AGREE[group.dtype]:
+            return f"result {index} differs from PyTorch's by {difference:.3g} of its norm"
+    return None
+
+
+def flat(result: Any) -> tuple[Tensor, ...]:
+    """A function's result as a tuple of tensors."""
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def differentiable(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """The results that a gradient can flow from."""
+    return [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -1,0 +1,185 @@
+"""One group from start to end: who competes, are they right, how long do they take, how much memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tfm_kernels as tfk
+from tfm_kernels import _backend
+
+from . import gate, limits, timing
+from .subject import Group
+
+EAGER, COMPILED, AUTO = "torch", "torch.compile", "auto"
+
+
+class Runner:
+    """One implementation on one group's tensors: ``run()`` is the timed thing, ``results`` what it computed last."""
+
+    def __init__(self, group: Group, function: Callable[..., Any], leaves: dict[str, Tensor]) -> None:
+        self.train = group.kind == "train"
+        self.function = function
+        self.leaves = {name: t.detach().requires_grad_(self.train) for name, t in leaves.items()}
+        self.douts: list[Tensor] = []
+        self.results: tuple[Tensor, ...] = ()
+
+    def run(self) -> tuple[float, ...]:
+        """Seconds of the forward, or of the backward and of both."""
+        clock = time.perf_counter
+        if not self.train:
+            start = clock()
+            self.results = self.function(**self.leaves)
+            return (clock() - start,)
+        start = clock()
+        outputs = self.function(**self.leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        middle = clock()
+        self.results = torch.autograd.grad(outputs, list(self.leaves.values()), self.douts)
+        end = clock()
+        return end - middle, end - start
+
+    def warm_up(self) -> tuple[Tensor, ...]:
+        """First runs (torch.compile compiles in them); the outputs and, in training, the gradients."""
+        outputs = gate.flat(self.function(**self.leaves))
+        if self.train:
+            generator = torch.Generator().manual_seed(1)
+            self.douts = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in outputs]
+        self.run()
+        self.run()
+        return tuple(t.detach() for t in outputs) + (gate.flat(self.results) if self.train else ())
+
+    def peak_memory(self) -> int:
+        """The most bytes of tensors that were alive at once in one run, beyond the arguments."""
+        self.results = ()  # or their release would be counted
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            self.run()
+        level = peak = 0
+        for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                level += event.nbytes()
+                peak = max(peak, level)
+        return peak
+
+
+def measure(group: Group, plan: timing.Plan, machine: dict) -> dict:
+    """The record of one group, ready for JSON.
+
+    Args:
+        group: what to measure.
+        plan: how long to sample.
+        machine: what limits.measure() found.
+
+    Returns:
+        A dict: "key", the case and its physics, "chosen" by automatic choice, one row a direction and implementation,
+        and the reasons why an implementation is "refused" (it is wrong) or "unavailable" (it cannot run the call).
+    """
+    case, subject, itemsize = group.case, group.subject, getattr(torch, group.dtype).itemsize
+    record: dict[str, Any] = {
+        "key": group.key, "op": case.op, "label": case.label, "case": case.data(), "dtype": group.dtype,
+        "kind": group.kind, "headline": case.headline, "chosen": None, "memory": {}, "rows": [],
+        "refused": {}, "unavailable": {},
+    }  # fmt: skip
+    with _grad(group.kind == "train"):
+        runners = _ready(group, record)
+        samples = timing.interleave({name: runner.run for name, runner in runners.items()}, plan)
+        for name, runner in runners.items():
+            record["memory"][name] = runner.peak_memory()
+    for place, direction in enumerate(group.directions):
+        flops, moved = subject.flops(case, direction), subject.bytes_moved(case, itemsize, direction)
+        floor = limits.least_time(machine, group.dtype, flops, moved)
+        baseline = [sample[place] for sample in samples[EAGER]]
+        for name, taken in samples.items():
+            seconds = [sample[place] for sample in taken]
+            record["rows"].append(
+                {
+                    "direction": direction, "implementation": name, **asdict(timing.spread(seconds)),
+                    "ratio": timing.paired_ratio(seconds, baseline), "flops": flops, "bytes": moved,
+                    "limit": floor, "bound": limits.bound_by(machine, group.dtype, flops, moved),
+                }
+            )  # fmt: skip
+    return record
+
+
+def samples(group: Group, plan: timing.Plan) -> dict[str, list[tuple[float, ...]]]:
+    """The interleaved samples alone, by implementation; raises AssertionError where one is refused."""
+    record: dict[str, Any] = {"chosen": None, "refused": {}, "unavailable": {}}
+    with _grad(group.kind == "train"):
+        runners = _ready(group, record)
+        assert not record["refused"], record["refused"]
+        return timing.interleave({name: runner.run for name, runner in runners.items()}, plan)
+
+
+def _ready(group: Group, record: dict) -> dict[str, Runner]:
+    """The implementations that may be timed, warm; fills the record's "chosen", "refused" and "unavailable"."""
+    case, subject = group.case, group.subject
+    torch.manual_seed(0)
+    arguments = subject.arguments(case, group.dtype)
+    function, leaves = subject.eager(case, arguments)
+    runners = {EAGER: Runner(group, function, leaves)}
+    truth = runners[EAGER].warm_up()
+    if case.compiled:
+        torch.compiler.reset()
+        competitor = Runner(group, torch.compile(function, dynamic=False), leaves)
+        try:
+            competitor.warm_up()
+            runners[COMPILED] = competitor
+        except Exception as error:  # whatever the compiler throws, the others are still worth timing
+            record["unavailable"][COMPILED] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    for name, backend in _candidates(group, arguments, record):
+        wrong = gate.refusal(group, backend)
+        if wrong is None:
+            runner = _ours(group, arguments, backend if name != AUTO else None)
+            wrong = gate.disagreement(group, runner.warm_up(), truth)
+        if wrong is None:
+            runners[name] = runner
+        else:
+            record["refused"][name] = wrong
+    return runners
+
+
+def _candidates(group: Group, arguments: dict, record: dict) -> Iterator[tuple[str, str]]:
+    """Automatic choice, then each backend that it did not take; the one that it took would be timed twice."""
+    op = _backend.OPS[group.case.op]
+    leaves = _leaves(arguments, group.kind == "train")
+    call = op.describe(**{**arguments, **leaves})
+    record["chosen"] = _backend.select(op, call, None)
+    yield AUTO, record["chosen"]
+    for backend in op.support:
+        if backend in ("reference", record["chosen"]):
+            continue
+        reason = _backend.why_not(op, call, backend)
+        if reason is None:
+            yield backend, backend
+        else:
+            record["unavailable"][backend] = reason
+
+
+def _ours(group: Group, arguments: dict, backend: str | None) -> Runner:
+    op = getattr(tfk.ops, group.case.op)
+    leaves = _leaves(arguments, False)
+    rest = {name: value for name, value in arguments.items() if name not in leaves}
+    if backend is not None:
+        rest["backend"] = backend
+    return Runner(group, lambda **tensors: op(**tensors, **rest), leaves)
+
+
+def _leaves(arguments: dict, train: bool) -> dict[str, Tensor]:
+    """The floating tensors among the arguments: those that a gradient may be asked for."""
+    return {
+        name: value.detach().requires_grad_(train)
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+
+
+@contextmanager
+def _grad(train: bool) -> Iterator[None]:
+    with torch.set_grad_enabled(train):
+        yield

@@ -1,0 +1,88 @@
+"""ffn beside F.linear, an activation, F.dropout and F.linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import replay
+from bench.shapes import GRID, Ffn
+from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, groups
+
+_ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda hidden: F.gelu(hidden, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def arguments(case: Ffn, dtype: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(case.rows * 10007 + case.width)
+
+    def draw(scale: float, *shape: int) -> torch.Tensor:
+        return (scale * torch.randn(*shape, generator=generator)).to(getattr(torch, dtype))
+
+    given: dict[str, Any] = {
+        "x": draw(1.0, case.rows, case.width),
+        "w1": draw(case.width**-0.5, case.hidden, case.width),
+        "b1": None if case.gated else draw(0.1, case.hidden),  # gated blocks have no biases
+        "w2": draw(case.hidden**-0.5, case.width, case.hidden),
+        "b2": None if case.gated else draw(0.1, case.width),
+        "activation": case.activation,
+    }
+    if case.gated:
+        given["gate"] = draw(case.width**-0.5, case.hidden, case.width)
+    if case.dropout_p:
+        given["dropout_p"] = case.dropout_p
+    return given
+
+
+def eager(case: Ffn, given: Mapping[str, Any]) -> Eager:
+    """What a model's feed-forward block runs."""
+    activate, p = _ACTIVATE[case.activation], case.dropout_p
+
+    def block(x, w1, w2, b1=None, b2=None, gate=None):
+        hidden = activate(F.linear(x, w1, b1))
+        if gate is not None:
+            hidden = hidden * F.linear(x, gate)
+        if p:
+            hidden = F.dropout(hidden, p)
+        return F.linear(hidden, w2, b2)
+
+    return block, {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+
+
+def proof(case: Ffn) -> Ffn:
+    return replace(case, rows=min(case.rows, 192))
+
+
+def flops(case: Ffn, direction: str) -> int:
+    """Two matrix products (three with a gate) forward, twice as many backward."""
+    products = 2 * case.rows * case.width * case.hidden * (3 if case.gated else 2)
+    return products * {FORWARD: 1, BACKWARD: 2, BOTH: 3}[direction]
+
+
+def bytes_moved(case: Ffn, itemsize: int, direction: str) -> int:
+    """Forward x and the weights in, y out; backward dy, x and the weights in, dx and the weights' gradients out.
+
+    The (M, F) hidden activation is not counted: it need not leave the cache, and the backward may compute it again.
+    """
+    weights, rows = case.width * case.hidden * (3 if case.gated else 2), case.rows * case.width
+    forward, backward = 2 * rows + weights, 3 * rows + 2 * weights
+    return {FORWARD: forward, BACKWARD: backward, BOTH: forward + backward}[direction] * itemsize
+
+
+SUBJECT = Subject("ffn", GRID["ffn"], arguments, eager, proof, flops, bytes_moved, lambda case: not case.dropout_p)
+
+
+@pytest.mark.parametrize("implementation", replay.IMPLEMENTATIONS)
+@pytest.mark.parametrize("group", groups(SUBJECT), ids=lambda group: group.key)
+@pytest.mark.benchmark(timer=replay.CLOCK.now)
+def test_ffn(group: Group, implementation: str, benchmark: Any) -> None:
+    replay.carry(group, implementation, benchmark)

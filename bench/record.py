@@ -1,0 +1,103 @@
+"""The file of results of one op: what it was measured on, and one record a group, written as they come."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tfm_kernels import _library
+
+PROTOCOL = 1  # raised whenever what is timed, or how, changes: numbers of two protocols are never compared
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+QUICK_RESULTS = ROOT / ".benchmarks" / "quick"  # not for the repository
+_MEASURED = ("tfm_kernels", "csrc", "bench", ":!bench/results")
+
+
+def environment() -> dict[str, Any]:
+    """Everything that a number depends on and that can be read."""
+    build = _library.cpu_extension.build_info() if _library.cpu_extension is not None else {}
+    return {
+        "protocol": PROTOCOL,
+        "device": "cpu",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "compiler": build.get("compiler", "the C++ extension is not built"),
+        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--", *_MEASURED)),
+        "sources": _sources(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def _sources() -> str:
+    """A digest of the files that are measured, committed or not: results are only continued on the same ones."""
+    digest = hashlib.sha256()
+    for folder, pattern in (("tfm_kernels", "*.py"), ("csrc", "*.*"), ("tfm_kernels", "_C*"), ("bench", "*.py")):
+        for path in sorted((ROOT / folder).rglob(pattern)):
+            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Results:
+    """One op's results on disk.
+
+    Args:
+        path: the JSON file; its folders are made.
+        now: environment() of this run.
+        fresh: start anew even where the file could be continued.
+    """
+
+    def __init__(self, path: Path, now: dict[str, Any], fresh: bool = False) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"environment": now, "limits": {}, "groups": []}
+        if not fresh and path.exists():
+            found = json.loads(path.read_text())
+            if {**found["environment"], "date": None} == {**now, "date": None}:
+                self.data = found
+
+    def has(self, key: str) -> bool:
+        """Whether a group was measured already, by this or by an interrupted run of the same sources."""
+        return any(group["key"] == key for group in self.data["groups"])
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Adds a group's record and writes the file."""
+        self.data["groups"].append(group)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the whole file beside its name, then renames it: an interruption leaves the old one whole."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.data, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    """Op stem -> the results in a folder; empty where there are none."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}

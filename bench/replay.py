@@ -1,0 +1,57 @@
+"""pytest-benchmark as a carrier of samples that were taken in turns.
+
+pytest-benchmark times one callable at a time, so peers would be measured minutes apart, and on a machine with a noisy
+neighbour the difference between those minutes is larger than the one between kernels. So the samples come from
+timing.interleave(), once per group, and each test of the group plays its own back through a clock that pytest-benchmark
+reads as its timer: rounds, statistics, JSON and --benchmark-compare are its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tfm_kernels import _backend
+
+from . import measure, timing
+from .subject import Group
+
+IMPLEMENTATIONS = (measure.EAGER, measure.COMPILED, *_backend.BACKENDS[1:], measure.AUTO)
+
+
+class Clock:
+    """A clock that stands still except when a sample is played."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        """Seconds of all samples played so far."""
+        return self.time
+
+
+CLOCK = Clock()
+
+
+@functools.lru_cache(maxsize=1)  # the tests of one group run one after another
+def _samples(group: Group) -> dict[str, list[tuple[float, ...]]]:
+    return measure.samples(group, timing.FULL)
+
+
+def carry(group: Group, implementation: str, benchmark: Any) -> None:
+    """One test: measures the group if it is the first of it, then plays back its own implementation's samples."""
+    taken = _samples(group).get(implementation)
+    if taken is None:
+        pytest.skip(f"{implementation} does not compete on {group.key}")
+    pending = iter(taken)
+
+    def play() -> None:
+        CLOCK.time += next(pending)[-1]
+
+    benchmark.group = group.key
+    benchmark.extra_info["directions"] = {
+        direction: [sample[place] for sample in taken] for place, direction in enumerate(group.directions)
+    }
+    benchmark.pedantic(play, rounds=len(taken))
