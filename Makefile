@@ -21,7 +21,7 @@ $(VENV)/deps: setup.py Makefile
 
 # -e: what is tested is the checkout; ninja compiles again only what changed
 build: $(VENV)/deps
-	$(BIN)/pip install -q --no-build-isolation -e '.[dev]'
+	$(BIN)/pip install -q --no-build-isolation -e '.[dev,demo]'
 
 lint: build
 	$(BIN)/ruff check .

