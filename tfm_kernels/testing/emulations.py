@@ -32,6 +32,7 @@ class Emulation:
             keeps its hidden activation in float32.
         index: the number of the tile at work, and ``last`` that of the last one.
         backward: whether the backward is at work.
+        context: intermediate values by name, for planted defects to build theirs from.
     """
 
     def __init__(self, dtype: torch.dtype, tile: int = 64, lazy: bool = False, hooks: Mapping[str, Hook] | None = None):
@@ -39,14 +40,15 @@ class Emulation:
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.index = self.last = 0
         self.backward = False
+        self.context: dict[str, Any] = {}
 
     def step(self, name: str, value: Any) -> Any:
         """``value``, or what a planted defect makes of it."""
         return self.hooks[name](value, self) if name in self.hooks else value
 
-    def low(self, t: Tensor, name: str = "low") -> Tensor:
+    def low(self, t: Tensor) -> Tensor:
         """An operand rounded to the storage type between two products."""
-        return self.step(name, t.to(self.dtype)).to(self.wide) if name in self.hooks else t.to(self.dtype).to(self.wide)
+        return (self.hooks["low"](t, self) if "low" in self.hooks else t.to(self.dtype)).to(self.wide)
 
     def store(self, t: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A result rounded once, at the store."""
@@ -125,9 +127,10 @@ def _attention(run: Emulation, problem: truth.Problem, douts: Mapping[str, Tenso
         safe = torch.where(top == -torch.inf, 0, top)
         alpha = torch.exp(m - safe)
         p = run.step("p", torch.exp(s - safe))
+        kept = p if keep is None else torch.where(keep[..., sl], p, 0)
+        run.context["kept"] = kept
         total = run.step("total", total * run.step("alpha_total", alpha) + run.step("row_sum", p.sum(-1, keepdim=True)))
-        p = p if keep is None else run.step("dropped", torch.where(keep[..., sl], p, 0))
-        acc = run.step("acc", acc * run.step("alpha", alpha) + run.low(p) @ v[:, :, sl])
+        acc = run.step("acc", acc * run.step("alpha", alpha) + run.low(kept) @ v[:, :, sl])
         m = run.step("top", top)
     visible = total > 0
     out = run.step("empty", torch.where(visible, acc / torch.where(visible, total, 1), 0))
@@ -207,14 +210,16 @@ def _norm(run: Emulation, op: str, inputs: Mapping[str, Any], douts: Mapping[str
     run.dtype = storage
     if "residual" in inputs:
         exact = inputs["residual"].to(run.wide) + drop(x.to(run.wide), keep)
+        run.context["exact"] = exact
         z = outputs["z"] = run.store(exact, "z", storage)
-    wide = run.step("z_read", z.to(run.wide)) if "residual" not in inputs else run.step("z_read", z).to(run.wide)
-    mean = run.step("mean", wide.mean(-1, keepdim=True) if centred else torch.zeros_like(wide[..., :1]))
+    wide = run.context["z"] = run.step("z_read", z.to(run.wide))
+    mean = run.context["mean"] = run.step(
+        "mean", wide.mean(-1, keepdim=True) if centred else torch.zeros_like(wide[..., :1])
+    )
     degrees = run.step("degrees", width - 1 if inputs.get("unbiased", False) else width)
-    variance = run.step("variance", (wide - mean).square().sum(-1, keepdim=True) / degrees)
-    run.eps = norm_truth._eps(op, inputs)  # type: ignore[attr-defined]
-    run.parts = (wide, mean, variance)  # type: ignore[attr-defined]
-    rstd = run.step("rstd", (variance + run.eps).rsqrt())  # type: ignore[attr-defined]
+    variance = run.context["variance"] = run.step("variance", (wide - mean).square().sum(-1, keepdim=True) / degrees)
+    eps = run.context["eps"] = norm_truth._eps(op, inputs)
+    rstd = run.step("rstd", (variance + eps).rsqrt())
     xhat = run.step("xhat", (wide - mean) * rstd)
     y = xhat if weight is None else xhat * weight.to(run.wide)
     y = y if bias is None else y + bias.to(run.wide)
@@ -254,12 +259,12 @@ def _ffn(run: Emulation, inputs: Mapping[str, Any], douts: Mapping[str, Tensor |
     factor = run.step("factor", factor)
     a = run.step("a", x @ w1.T if b1 is None else x @ w1.T + b1)
     c = torch.ones_like(a) if gate is None else x @ gate.T
-    h = run.step("h", _activation(name, a) * c * factor)
-    run.parts = (a, c, factor, name)  # type: ignore[attr-defined]
+    run.context |= {"a": a, "c": c, "factor": factor, "activation": name}
+    h = run.step("h", activation(name, a) * c * factor)
     h = h if run.lazy else run.low(h)
     y = torch.zeros(x.shape[0], w2.shape[0], dtype=run.wide)
     for sl in run.tiles(w1.shape[0]):
-        y = run.step("acc", y + h[:, sl] @ w2[:, sl].T)
+        y = run.step("acc", y + run.step("y_part", h[:, sl] @ w2[:, sl].T))
     y = run.store(y if b2 is None else y + b2, "y").view(*leading, w2.shape[0])
     dy = douts.get("y")
     if dy is None:
@@ -269,12 +274,12 @@ def _ffn(run: Emulation, inputs: Mapping[str, Any], douts: Mapping[str, Tensor |
     dy = dy.to(run.wide).reshape(x.shape[0], w2.shape[0])
     if not run.lazy:  # the saved preact is rounded; the lazy emulation computes it again
         a, c = run.low(a), run.low(c)
-        h = run.low(_activation(name, a) * c * factor)
+        h = run.low(activation(name, a) * c * factor)
     factor = run.step("factor_bwd", factor)
     dh = run.step("dh", dy @ w2 * factor)
     a = run.step("a_bwd", a)
     da = run.low(run.step("da", dh * _slope(run.step("activation_bwd", name), a) * c))
-    dc = run.low(dh * _activation(name, a))
+    dc = run.low(dh * run.step("dc_activation", activation(name, a)))
     dx = da @ w1 if gate is None else da @ w1 + run.step("dx_gate", dc @ gate)
     grads = {
         "x": run.store(dx, "dx").view(inputs["x"].shape),
@@ -292,7 +297,8 @@ def _ffn(run: Emulation, inputs: Mapping[str, Any], douts: Mapping[str, Tensor |
     return {"y": y}, dict(grads)
 
 
-def _activation(name: str, a: Tensor) -> Tensor:
+def activation(name: str, a: Tensor) -> Tensor:
+    """act(a) by name."""
     return F.gelu(a, approximate="tanh") if name == "gelu_tanh" else getattr(F, name)(a)
 
 
@@ -300,4 +306,4 @@ def _slope(name: str, a: Tensor) -> Tensor:
     """act'(a) in the type of the sums, by PyTorch's own backward."""
     with torch.enable_grad():
         leaf = a.detach().requires_grad_()
-        return torch.autograd.grad(_activation(name, leaf).sum(), leaf)[0]
+        return torch.autograd.grad(activation(name, leaf).sum(), leaf)[0]

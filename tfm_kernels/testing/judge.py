@@ -100,7 +100,7 @@ def judge(
         if main.dtype == torch.float64:
             continue
         if eager is None:
-            eager = _eager(truth, op, inputs, douts, grads)
+            eager = eager_results(op, inputs, douts, grads)
         _frobenius(report, name, got, want, eager.get(name), judged, rounding(main.dtype).unit)
         if tame:
             _leaning(report, name, got, want, judged)
@@ -191,14 +191,20 @@ def _ordinary(got: Tensor, want: Expected) -> bool:
     return bool(got.isfinite().all()) and bool(want.value.isfinite().all())
 
 
-def _eager(
-    truth: ModuleType,
+def eager_results(
     op: str,
     inputs: Mapping[str, Any],
     douts: Mapping[str, Tensor | None],
     grads: Mapping[str, Tensor | None],
 ) -> dict[str, Tensor]:
-    """E's outputs and gradients, named as the judge names them."""
+    """E's outputs and gradients by autograd, named as the judge names them ("y", "dx" ...).
+
+    Args:
+        op: the public function's name.
+        inputs: its arguments by name.
+        douts: output name -> output gradient or None.
+        grads: argument name -> anything but None where a gradient is wanted.
+    """
     leaves = {
         name: t.detach().clone().requires_grad_(grads.get(name) is not None)
         for name, t in inputs.items()
@@ -206,7 +212,7 @@ def _eager(
     }
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     with torch.enable_grad():
-        outputs = truth.eager(op, {**inputs, **leaves})
+        outputs = TRUTHS[op].eager(op, {**inputs, **leaves})
     found = {name: t.detach() for name, t in outputs.items()}
     pairs = [(outputs[name], dout) for name, dout in douts.items() if dout is not None and outputs[name].requires_grad]
     if wanted and pairs:
