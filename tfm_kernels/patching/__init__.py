@@ -1,6 +1,8 @@
 """Putting the fused layers into existing models, and taking them out again."""
 
 from . import bert as bert
+from . import torch_encoder as torch_encoder
+from . import torch_nn as torch_nn
 from .model import patch as patch
 from .model import unpatch as unpatch
 from .recipe import Recipe as Recipe

@@ -13,17 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..nn._bypass import autocast, autocast_dtype
+from ..nn.ffn import activation_name
 from . import guard
 from .packed import Packed
 
-_ACTIVATIONS: dict[Any, str] = {
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    F.relu: "relu",
-    torch.relu: "relu",
-    F.gelu: "gelu",
-    F.silu: "silu",
-}
 _NAMED = {  # classes of transformers.activations, which need not be installed
     "GELUActivation": "gelu",
     "NewGELUActivation": "gelu_tanh",
@@ -35,13 +29,9 @@ _NAMED = {  # classes of transformers.activations, which need not be installed
 
 def activation(function: Any) -> str | None:
     """The name by which ops.ffn knows an activation (a module or a function), or None where it does not."""
-    if isinstance(function, nn.Module):
-        if type(function) is nn.GELU:
-            return "gelu" if function.approximate == "none" else "gelu_tanh"
-        if type(function).__module__ == "transformers.activations":
-            return _NAMED.get(type(function).__name__)
-        return _ACTIVATIONS.get(type(function))
-    return _ACTIVATIONS.get(function) if callable(function) else None
+    if type(function).__module__ == "transformers.activations":
+        return _NAMED.get(type(function).__name__)
+    return activation_name(function)
 
 
 def why_not_activation(function: Any) -> str | None:
@@ -87,17 +77,9 @@ def feed_forward(
     x: Tensor, first: nn.Module, second: nn.Module, activation: str, gate: nn.Module | None = None, **options: Any
 ) -> Tensor:
     """ops.ffn with the weights of two (or, gated, three) nn.Linear."""
-    tensors: list[Any] = [
-        x,
-        first.weight,
-        first.bias,
-        second.weight,
-        second.bias,
-        None if gate is None else gate.weight,
-    ]
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        tensors = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+    weights = first.weight, first.bias, second.weight, second.bias, None if gate is None else gate.weight
+    dtype = autocast_dtype(x.device)
+    tensors: list[Any] = [autocast(t, dtype) for t in (x, *weights)]  # type: ignore[arg-type]
     x, w1, b1, w2, b2, w3 = tensors
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _module
 
+from ..nn._bypass import ordinary
 from .swap import original_class
 
 UNKNOWN_FORWARD = "its forward is not the known one"
@@ -43,19 +44,12 @@ def hooked_everywhere() -> bool:
     )
 
 
-def is_plain(module: Any, *classes: type) -> bool:
-    """Whether the module is exactly of one of ``classes`` (fused or not) and nothing else decides its result."""
-    return (type(module) in classes or original_class(module) in classes) and not hooked(module)
-
-
 def why_not_plain(owner: nn.Module, path: str, *classes: type) -> str | None:
     """None where the child at ``path`` (dotted) is plain, else one sentence part for the report."""
     module = child(owner, path)
     if type(module) not in classes and original_class(module) not in classes:
         return f"{path} is {type(module).__name__}, not {' or '.join(c.__name__ for c in classes)}"
-    if hooked(module):
-        return _watched(path, module)
-    return None
+    return _watched(path, module) if hooked(module) else _strange(path, module)
 
 
 def child(owner: nn.Module, path: str) -> Any:
@@ -70,6 +64,12 @@ def _watched(path: str, module: nn.Module) -> str:
     return f"{path} has {'a forward of its own' if 'forward' in module.__dict__ else 'hooks'}"
 
 
+def _strange(path: str, module: nn.Module) -> str | None:
+    if ordinary(*module._parameters.values()):
+        return None
+    return f"{path} has weights that are no ordinary tensors"
+
+
 def why_not_stock(owner: nn.Module, paths: Iterable[str]) -> str | None:
     """None where the children at ``paths`` are torch.nn's own and unwatched, else one sentence part for the report."""
     if hooked_everywhere():
@@ -78,8 +78,9 @@ def why_not_stock(owner: nn.Module, paths: Iterable[str]) -> str | None:
         module = child(owner, path)
         if not original_class(module).__module__.startswith("torch.nn.modules."):
             return f"{path} is {type(module).__name__}, not a module of torch.nn"
-        if hooked(module):
-            return _watched(path, module)
+        reason = _watched(path, module) if hooked(module) else _strange(path, module)
+        if reason is not None:
+            return reason
     return None
 
 

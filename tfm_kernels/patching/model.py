@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from torch import nn
 
@@ -121,38 +122,32 @@ def _apply(
 ) -> tuple[bool, str]:
     """Tries every recipe on one module: (replaced, note)."""
     before = module.__dict__.get(swap.OPTIONS) if swap.is_fused(module) else None
+    if before is not None:
+        undo.append((module, before))
+        if swap.is_derived(module):
+            swap.note(module, replace(before, backend=backend, packed=packed))
+            return True, f"by {before.recipe}, before its class was derived from"
+        swap.restore(module)
     reason: bool | str = False
     for recipe in registered():
-        if before is not None:
-            if recipe.name != before.recipe:
-                continue
-        else:
-            answer = recipe.recognise(module)
-            if answer is True and "forward" in module.__dict__:
-                answer = "it has a forward of its own"
-            if answer is not True:
-                reason = reason or answer
-                continue
-        if recipe.packs and not packed:
-            if before is not None:
-                undo.append((module, before))
-                swap.restore(module)
-            return False, "because packed=False was asked for"
+        answer = recipe.recognise(module)
+        if answer is True and "forward" in module.__dict__:
+            answer = "it has a forward of its own"
+        if answer is True and recipe.packs and not packed:
+            answer = "packed=False was asked for"
+        if answer is not True:
+            reason = reason or answer
+            continue
         for inner in recipe.covers(module):
             covered.setdefault(id(inner), name or "the model")
-        undo.append((module, before))
-        told = swap.Options(recipe.name, backend, packed)
         if before is None:
-            swap.swap(module, told)
-        else:
-            module.__dict__[swap.OPTIONS] = told
+            undo.append((module, None))
+        swap.swap(module, swap.Options(recipe.name, backend, packed))
         return True, f"{recipe.what}; not more, because {reason}" if reason else recipe.what
     return (False, f"because {reason}") if reason else _left(module)
 
 
 def _left(module: nn.Module) -> tuple[bool, str]:
-    if swap.is_fused(module):
-        return True, "by a recipe that is no longer registered"
     if type(module) in _HOLDERS or not module._modules and not module._parameters and not module._buffers:
         return False, "because it holds nothing to fuse"
     if type(module) is nn.Linear:
@@ -163,8 +158,8 @@ def _left(module: nn.Module) -> tuple[bool, str]:
 
 
 def _notes(entries: list[Entry]) -> list[str]:
-    packs = {recipe.what for recipe in registered() if recipe.packs}
-    if any(entry.replaced and entry.note in packs for entry in entries):
+    packs = tuple(recipe.what for recipe in registered() if recipe.packs)
+    if any(entry.replaced and entry.note.startswith(packs) for entry in entries):
         return ["where a batch has padding, the outputs of packed stacks are 0 at padded positions"]
     return []
 
@@ -172,11 +167,14 @@ def _notes(entries: list[Entry]) -> list[str]:
 def _undo(undo: list[tuple[nn.Module, swap.Options | None]]) -> None:
     for module, before in undo:
         if before is not None:
-            if not swap.is_fused(module) and not huggingface.is_model(module):
-                swap.swap(module, before)
-            module.__dict__[swap.OPTIONS] = before
             if huggingface.is_model(module):
+                module.__dict__[swap.OPTIONS] = before
                 module.set_attn_implementation(huggingface.implementation(before.backend))  # type: ignore[operator]
+            elif swap.is_derived(module):
+                swap.note(module, before)
+            else:
+                swap.restore(module)
+                swap.swap(module, before)
         else:
             if huggingface.is_model(module):
                 huggingface.switch_back(module, swap.options(module).previous)

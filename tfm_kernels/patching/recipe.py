@@ -28,7 +28,7 @@ class Recipe:
         what: what then happens, for the report: "dropout, sum and LayerNorm in one pass".
         covers: covers(module) gives the descendants that the fused forward runs itself; they are not patched on their
             own.
-        packs: whether all that the recipe does is to run padded batches packed.
+        packs: whether the recipe is for running padded batches packed, and so not for ``patch(packed=False)``.
     """
 
     name: str

@@ -8,6 +8,7 @@ pickle carry it; a fused class holds no state and can be traced.
 from __future__ import annotations
 
 import copyreg
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -58,10 +59,11 @@ def fused_class(original: type, recipe: str) -> type:
     """The class that ``recipe`` gives to modules of class ``original``: always the same object."""
     if (original, recipe) not in _fused:
         fused = _builders[recipe](original)
-        fused.__name__, fused.__qualname__ = original.__name__, original.__qualname__  # policies go by names
-        fused.__module__ = original.__module__
-        fused.__doc__ = original.__doc__
-        fused.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign, assignment]
+        if getattr(sys.modules[fused.__module__], fused.__qualname__, None) is not fused:  # made on the spot
+            fused.__name__, fused.__qualname__ = original.__name__, original.__qualname__  # policies go by names
+            fused.__module__ = original.__module__
+            fused.__doc__ = original.__doc__
+            fused.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign, assignment]
         _originals[fused] = original
         _fused[original, recipe] = fused
     return _fused[original, recipe]
@@ -73,8 +75,16 @@ def original_class(module: nn.Module) -> type:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether the module's class is a fused one, or was derived from one (as FSDP2 does)."""
-    return any(base in _originals for base in (type(module), *type(module).__bases__))
+    """Whether patching gave the module its class, or the one that its class was derived from (as FSDP2 does).
+
+    A module that the user built from tfm_kernels.nn was not patched, though its class is a fused one for others.
+    """
+    return OPTIONS in module.__dict__ and any(c in _originals for c in (type(module), *type(module).__bases__))
+
+
+def is_derived(module: nn.Module) -> bool:
+    """Whether the module's class was derived from a fused one after patching, as fully_shard does."""
+    return is_fused(module) and type(module) not in _originals
 
 
 def options(module: nn.Module) -> Options:
@@ -85,21 +95,35 @@ def options(module: nn.Module) -> Options:
 def swap(module: nn.Module, told: Options) -> None:
     """Gives a module its fused class. The module's own class must be the exact one that the recipe knows."""
     module.__class__ = fused_class(type(module), told.recipe)
+    note(module, told)
+
+
+def note(module: nn.Module, told: Options) -> None:
+    """Gives a fused module its options, or new ones."""
     module.__dict__[OPTIONS] = told
+    if _has_backend(module):
+        module.__dict__["backend"] = told.backend
+
+
+def _has_backend(module: nn.Module) -> bool:
+    """Whether the fused class, of tfm_kernels.nn, keeps the backend in a place of its own."""
+    return hasattr(type(module), "backend") and not hasattr(original_class(module), "backend")
 
 
 def restore(module: nn.Module) -> bool:
     """Gives a module its own class back; True where there was something to undo."""
-    noted = module.__dict__.pop(OPTIONS, None) is not None
-    _fallbacks.pop(module, None)
+    if OPTIONS not in module.__dict__:
+        return False
+    if is_fused(module) and _has_backend(module):
+        module.__dict__.pop("backend", None)
+    bases = type(module).__bases__
     if type(module) in _originals:
         module.__class__ = _originals[type(module)]
-        return True
-    bases = type(module).__bases__
-    if any(base in _originals for base in bases):  # fully_shard derived FSDPName(FSDPModule, Fused) from it
+    elif any(base in _originals for base in bases):  # fully_shard derived FSDPName(FSDPModule, Fused) from it
         module.__class__ = type(type(module).__name__, tuple(_originals.get(base, base) for base in bases), {})
-        return True
-    return noted
+    del module.__dict__[OPTIONS]
+    _fallbacks.pop(module, None)
+    return True
 
 
 def fell_back(module: nn.Module, reason: str) -> None:

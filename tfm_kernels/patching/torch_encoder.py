@@ -1,0 +1,127 @@
+"""torch.nn.TransformerEncoder: padded batches run packed through its layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import nn as fused
+from .. import ops
+from ..mask import Mask
+from ..nn.attention import causal_hint
+from . import block, guard
+from .packed import Packed, packing
+from .recipe import Recipe, register_recipe
+from .swap import options, original_class
+
+_DROPOUTS = ("dropout", "dropout1", "dropout2")
+
+
+def _recognise(module: nn.Module) -> bool:
+    return type(module) is nn.TransformerEncoder
+
+
+def _why_not(layer: Any) -> str | None:
+    """None where a layer may run on packed tokens: every part of it then works row by row, attention aside."""
+    if guard.hooked_everywhere():
+        return guard.GLOBAL_HOOKS
+    if original_class(layer) is not nn.TransformerEncoderLayer:
+        return f"it is {type(layer).__name__}, not TransformerEncoderLayer"
+    attention = layer.self_attn
+    if attention.bias_k is not None or attention.add_zero_attn or not attention._qkv_same_embed_dim:
+        return "its attention has add_bias_kv, add_zero_attn, kdim or vdim"
+    reason = guard.why_not_plain(layer, "self_attn", nn.MultiheadAttention)
+    linears = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    for path in ("linear1", "linear2", "self_attn.out_proj"):
+        reason = reason or guard.why_not_plain(layer, path, *linears)
+    for path in ("norm1", "norm2"):
+        reason = reason or guard.why_not_plain(layer, path, nn.LayerNorm)
+    for path in _DROPOUTS:
+        reason = reason or guard.why_not_plain(layer, path, nn.Dropout)
+    if any(name in layer.__dict__ for name in ("_sa_block", "_ff_block")):
+        reason = reason or "its blocks were replaced"
+    return reason or block.why_not_activation(layer.activation)
+
+
+def _fuse(original: type) -> type:
+    class Fused(fused.TransformerEncoder):
+        def forward(
+            self,
+            src: Tensor,
+            mask: Tensor | Mask | None = None,
+            src_key_padding_mask: Tensor | None = None,
+            is_causal: bool | None = None,
+        ) -> Tensor:
+            hint = causal_hint(mask, is_causal)
+            padding = src_key_padding_mask
+            if src.dim() == 3 and padding is not None and padding.dtype == torch.bool and (mask is None or hint):
+                batch_first = self.layers[0].self_attn.batch_first if len(self.layers) else True  # type: ignore
+                x = src if batch_first else src.transpose(0, 1)
+                packed = packing(self, Mask.hide(padding[:, None, None, :]), x, self.layers, _why_not)
+                if packed is not None:
+                    x = packed.unpack(_run(self, packed, x, hint, batch_first))
+                    return x if batch_first else x.transpose(0, 1)
+            return super().forward(src, mask, padding, is_causal)
+
+    return Fused
+
+
+def _run(stack: Any, packed: Packed, x: Tensor, causal: bool, batch_first: bool) -> Tensor:
+    """All layers and the final norm on the packed tokens of ``x`` (B, T, E), with the padded run's dropout masks."""
+    rows = packed.index
+    if not batch_first:  # the padded run counts its rows as (t, b)
+        rows = rows % packed.length * packed.batch + rows // packed.length
+    x, pending = packed.pack(x), None  # pending: a sublayer's output and dropout, whose sum waits for the next norm
+    for layer in stack.layers:
+        told: dict[str, Any] = {"dropout_rows": rows, "backend": options(layer).backend}
+        if layer.norm_first:
+            y, x = (layer.norm1(x), x) if pending is None else _sum_norm(*pending, x, layer.norm1, told)
+            y, x = _sum_norm(_attend(layer, y, packed, causal, told), layer.dropout1, x, layer.norm2, told)
+            pending = _feed_forward(layer, y, told), layer.dropout2
+        else:
+            x = x if pending is None else _sum(*pending, x, told)
+            x, _ = _sum_norm(_attend(layer, x, packed, causal, told), layer.dropout1, x, layer.norm1, told)
+            x, _ = _sum_norm(_feed_forward(layer, x, told), layer.dropout2, x, layer.norm2, told)
+            pending = None
+    x = x if pending is None else _sum(*pending, x, told)
+    return x if stack.norm is None else stack.norm(x)
+
+
+def _attend(layer: Any, x: Tensor, packed: Packed, causal: bool, told: dict[str, Any]) -> Tensor:
+    attention = layer.self_attn
+    heads = (block.split_heads(t, attention.num_heads) for t in attention._project(x, x, x))
+    p = attention.dropout if attention.training else 0.0
+    mask = Mask.causal() if causal else None
+    out = packed.attention(*heads, mask=mask, dropout_p=p, backend=told["backend"])
+    return block.linear(block.merge_heads(out), attention.out_proj)
+
+
+def _feed_forward(layer: Any, x: Tensor, told: dict[str, Any]) -> Tensor:
+    name: Any = block.activation(layer.activation)
+    p = block.dropout_p(layer.dropout)
+    return block.feed_forward(x, layer.linear1, layer.linear2, name, dropout_p=p, **told)
+
+
+def _sum_norm(
+    x: Tensor, dropout: nn.Module, residual: Tensor, norm: Any, told: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    p = block.dropout_p(dropout)
+    return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, dropout_p=p, **told)
+
+
+def _sum(x: Tensor, dropout: nn.Module, residual: Tensor, told: dict[str, Any]) -> Tensor:
+    p = block.dropout_p(dropout)
+    if p == 0.0:
+        return residual + x
+    return ops.add_rms_norm(x, residual, eps=1.0, dropout_p=p, **told)[1]  # the norm itself is not wanted
+
+
+register_recipe(
+    Recipe(
+        "torch.nn.TransformerEncoder.packed", _recognise, _fuse,
+        "the stack of tfm_kernels.nn; padded batches run packed; padded positions give 0", packs=True,
+    ),
+    first=False,
+)  # fmt: skip
