@@ -50,20 +50,22 @@ def matrix() -> str:
 def _cell(op: _backend.Op, backend: str, notes: list[str]) -> str:
     if backend not in op.support:
         return "-"
-    reasons = [(what, op.support[backend](op.describe(**call))) for what, call in _probes(op.name).items()]
-    marks = []
-    for what, reason in reasons:
-        if reason is None:
-            continue
-        note = f"not {what}: {reason}"
-        if note not in notes:
-            notes.append(note)
-        marks.append(str(notes.index(note) + 1))
-    return "yes" + (f" ({', '.join(sorted(set(marks), key=int))})" if marks else "")
+    reasons = {what: op.support[backend](op.describe(**call)) for what, call in _probes(op.name).items()}
+    if reasons[""] is not None:
+        return f"no ({_note(reasons[''], notes)})"
+    marks = [_note(f"not {what}: {reason}", notes) for what, reason in reasons.items() if reason is not None]
+    return "yes" + (f" ({', '.join(map(str, marks))})" if marks else "")
+
+
+def _note(note: str, notes: list[str]) -> int:
+    """The number of a footnote, a new one where none says the same."""
+    if note not in notes:
+        notes.append(note)
+    return notes.index(note) + 1
 
 
 def _probes(op: str) -> dict[str, dict[str, Any]]:
-    """Features of an op -> arguments of a small call that uses them; calls that every backend runs name no feature."""
+    """Features of an op -> arguments of a small call that uses them; the plain call has no name."""
     x, w = torch.zeros(2, 8), torch.zeros(8)
     seed = torch.zeros((), dtype=torch.int64)
     dropout = {"dropout_p": 0.5, "seed": seed}

@@ -16,9 +16,22 @@ import pytest
 from tfm_kernels import _backend
 
 from . import measure, timing
-from .subject import Group
+from .subject import Group, Subject, groups
 
-IMPLEMENTATIONS = (measure.EAGER, measure.COMPILED, *_backend.BACKENDS[1:], measure.AUTO)
+
+def competitors(subject: Subject) -> list[tuple[Group, str]]:
+    """The parameters of an op's tests: each group with each implementation that may compete on it."""
+    pairs = []
+    for group in groups(subject):
+        compiled = [measure.COMPILED] if group.case.compiled else []
+        backends = [name for name in _backend.OPS[group.case.op].support if name != "reference"]
+        pairs += [(group, name) for name in (measure.EAGER, *compiled, *backends, measure.AUTO)]
+    return pairs
+
+
+def name(parameter: Group | str) -> str:
+    """How pytest shows a parameter."""
+    return parameter if isinstance(parameter, str) else parameter.key
 
 
 class Clock:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from bench import replay
 from bench.shapes import GRID, Attention
-from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, groups
+from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject
 from tfm_kernels import Mask
 
 
@@ -75,8 +75,8 @@ def eager(case: Attention, given: Mapping[str, Any]) -> Eager:
 def proof(case: Attention) -> Attention:
     """Fewer sequences and heads; the same lengths, so the same tiles at the same edges."""
     group = case.heads // case.kv_heads
-    heads = {"heads": group, "key_heads": 1} if group > 1 else {"heads": 2}
-    return replace(case, batch=min(case.batch, 2), **heads)
+    heads, key_heads = (group, 1) if group > 1 else (2, 0)
+    return replace(case, batch=min(case.batch, 2), heads=heads, key_heads=key_heads)
 
 
 def visible(case: Attention) -> int:
@@ -113,8 +113,7 @@ SUBJECT = Subject(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("implementation", replay.IMPLEMENTATIONS)
-@pytest.mark.parametrize("group", groups(SUBJECT), ids=lambda group: group.key)
+@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
 @pytest.mark.benchmark(timer=replay.CLOCK.now)
 def test_attention(group: Group, implementation: str, benchmark: Any) -> None:
     replay.carry(group, implementation, benchmark)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from bench import replay
 from bench.shapes import GRID, Ffn
-from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, groups
+from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject
 
 _ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -81,8 +81,7 @@ def bytes_moved(case: Ffn, itemsize: int, direction: str) -> int:
 SUBJECT = Subject("ffn", GRID["ffn"], arguments, eager, proof, flops, bytes_moved, lambda case: not case.dropout_p)
 
 
-@pytest.mark.parametrize("implementation", replay.IMPLEMENTATIONS)
-@pytest.mark.parametrize("group", groups(SUBJECT), ids=lambda group: group.key)
+@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
 @pytest.mark.benchmark(timer=replay.CLOCK.now)
 def test_ffn(group: Group, implementation: str, benchmark: Any) -> None:
     replay.carry(group, implementation, benchmark)

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 
 from bench import replay
 from bench.shapes import GRID, Norm
-from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, groups
+from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject
 
 
 def arguments(case: Norm, dtype: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(case.rows * 10007 + case.features)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(getattr(torch, dtype))  # noqa: E731
-    given = {"x": draw(case.rows, case.features)}
+    given: dict[str, Any] = {"x": draw(case.rows, case.features)}
     if case.op.startswith("add_"):
         given["residual"] = draw(case.rows, case.features)
     given["weight"] = 1 + 0.1 * draw(case.features)
@@ -70,8 +70,7 @@ SUBJECT = Subject(
 )
 
 
-@pytest.mark.parametrize("implementation", replay.IMPLEMENTATIONS)
-@pytest.mark.parametrize("group", groups(SUBJECT), ids=lambda group: group.key)
+@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
 @pytest.mark.benchmark(timer=replay.CLOCK.now)
 def test_layer_norm(group: Group, implementation: str, benchmark: Any) -> None:
     replay.carry(group, implementation, benchmark)

@@ -1,0 +1,198 @@
+"""The bench's own promises: right counts, no number for a wrong kernel, honest reports, a README that is up to date."""
+
+import json
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from bench import __main__ as bench
+from bench import gate, limits, measure, readme, record, report, shapes, timing
+from bench.ops import bench_attention, bench_ffn, bench_layer_norm
+from bench.shapes import Attention, Ffn, Norm
+from bench.subject import BACKWARD, BOTH, DIRECTIONS, FORWARD, Group, groups
+from tfm_kernels import Mask, _backend
+
+TINY = timing.Plan(seconds=0.0, least=2, most=2)
+MACHINE = {"copy": {"16384": 4e9, "1048576": 2e9}, "matrix": {"float32": 1e11, "bfloat16": 4e10, "float16": 2e11}}
+
+
+@pytest.mark.parametrize("stem", shapes.GRID)
+def test_grid(stem):
+    cases = shapes.GRID[stem]
+    keys = [group.key for group in groups(bench.SUBJECTS[stem])]
+    assert len(keys) == len(set(keys)), "two groups of one name"
+    assert any(case.quick for case in cases) and any(case.headline for case in cases)
+    for case in cases:
+        assert case.op in _backend.OPS and json.loads(json.dumps(case.data()))["op"] == case.op
+        proof = bench.SUBJECTS[stem].proof(case)
+        assert type(proof) is type(case) and proof.op == case.op
+
+
+def test_every_op_is_measured():
+    front = {"scaled_dot_product_attention"}  # attention under torch's signature
+    assert {case.op for cases in shapes.GRID.values() for case in cases} == set(_backend.OPS) - front
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Attention(batch=3, queries=7, keys=5, causal=True),
+        Attention(batch=3, queries=4, keys=9, causal=True, padded=True),
+        Attention(batch=4, queries=9, padded=True),
+    ],
+    ids=lambda case: case.label,
+)
+def test_visible_pairs_are_those_of_the_mask(case):
+    mask = Mask.lengths(torch.tensor(case.lengths))
+    mask = mask & Mask.causal() if case.causal else mask
+    assert bench_attention.visible(case) == int(mask.dense(case.batch, 1, case.queries, case.kv_length).sum())
+
+
+def test_flops_and_bytes():
+    q = Attention(batch=2, heads=4, key_heads=2, queries=8, dim=16)
+    assert bench_attention.flops(q, FORWARD) == 4 * 2 * 4 * 8 * 8 * 16
+    assert bench_attention.flops(q, BACKWARD) == 10 * 2 * 4 * 8 * 8 * 16
+    assert bench_attention.bytes_moved(q, 2, FORWARD) == 2 * 2 * 8 * 16 * (4 + 4 + 2 + 2)
+    packed = Attention(op="attention_varlen", packed=True, batch=2, queries=8, causal=True)
+    assert packed.lengths == [4, 8] and bench_attention.visible(packed) == 10 + 36
+    f = Ffn(rows=3, width=8, hidden=32)
+    assert bench_ffn.flops(f, FORWARD) == 4 * 3 * 8 * 32 and bench_ffn.flops(f, BOTH) == 12 * 3 * 8 * 32
+    assert bench_ffn.flops(Ffn(rows=3, width=8, hidden=32, gated=True), FORWARD) == 6 * 3 * 8 * 32
+    assert bench_ffn.bytes_moved(f, 4, FORWARD) == 4 * (2 * 3 * 8 + 2 * 8 * 32)
+    n = Norm(rows=3, features=8)
+    assert [bench_layer_norm.bytes_moved(n, 2, d) for d in DIRECTIONS] == [96, 144, 240]
+    assert bench_layer_norm.bytes_moved(Norm(op="add_rms_norm", rows=3, features=8), 4, FORWARD) == 4 * 4 * 24
+
+
+def test_limits():
+    assert limits.copy_rate(MACHINE, 1) == 4e9 and limits.copy_rate(MACHINE, 1 << 30) == 2e9
+    assert limits.copy_rate(MACHINE, 1 << 17) == pytest.approx(3e9)  # halfway on the logarithmic scale
+    assert limits.matrix_rate(MACHINE, "bfloat16") == 1e11, "widening to float32 is a way too"
+    assert limits.least_time(MACHINE, "float32", 10**9, 4) == 0.01
+    assert limits.bound_by(MACHINE, "float32", 10**9, 4) == "matrix"
+    assert limits.bound_by(MACHINE, "float32", 1, 1 << 20) == "copy"
+    found = limits.measure(("float32",), seconds=0.0)
+    assert all(rate > 0 for part in found.values() for rate in part.values())
+
+
+def test_statistics():
+    spread = timing.spread([5.0, 1.0, 3.0, 2.0, 4.0, 6.0])
+    assert (spread.p20, spread.median, spread.p80, spread.rounds) == (2.0, 3.5, 5.0, 6)
+    slow_minutes = [1.0, 10.0, 1.0, 10.0, 1.0]
+    assert timing.paired_ratio([2 * t for t in slow_minutes], slow_minutes) == 2.0
+    calls = []
+    taken = timing.interleave({name: lambda name=name: calls.append(name) or (1.0,) for name in "abc"}, TINY)
+    assert {name: len(samples) for name, samples in taken.items()} == {"a": 2, "b": 2, "c": 2}
+    assert sorted(calls[:3]) == sorted(calls[3:]) == ["a", "b", "c"], "each round runs each once"
+
+
+@pytest.mark.parametrize("kind", shapes.PASSES)
+@pytest.mark.parametrize(
+    "subject, case",
+    [
+        (bench_layer_norm.SUBJECT, Norm(op="add_layer_norm", rows=4, features=8)),
+        (bench_attention.SUBJECT, Attention(batch=2, heads=2, queries=8, dim=8, padded=True, causal=True)),
+        (bench_attention.SUBJECT, Attention(batch=2, heads=4, key_heads=2, queries=8, dim=8, bias=True)),
+        (bench_attention.SUBJECT, Attention(op="attention_varlen", packed=True, batch=2, heads=2, queries=8, dim=8)),
+        (bench_ffn.SUBJECT, Ffn(rows=4, width=8, hidden=16, activation="silu", gated=True)),
+    ],
+    ids=lambda value: getattr(value, "label", ""),
+)
+def test_a_group_is_measured(subject, case, kind):
+    group = Group(subject, case, "float32", kind)
+    found = measure.measure(group, TINY, MACHINE)
+    assert found["chosen"] in _backend.BACKENDS and not found["refused"]
+    assert {row["direction"] for row in found["rows"]} == set(group.directions)
+    assert {"torch", "auto"} <= {row["implementation"] for row in found["rows"]}
+    assert found["memory"]["auto"] > 0 and json.loads(json.dumps(found)) == found
+
+
+@pytest.fixture
+def off_by_a_percent(monkeypatch):
+    right = tfk.ops.layer_norm
+    monkeypatch.setattr(tfk.ops, "layer_norm", lambda *args, **kwargs: 1.01 * right(*args, **kwargs))
+    gate._contract.cache_clear()
+    yield
+    gate._contract.cache_clear()
+
+
+@pytest.mark.parametrize("kind", shapes.PASSES)
+def test_a_wrong_kernel_gets_no_number(off_by_a_percent, kind):
+    group = Group(bench_layer_norm.SUBJECT, Norm(rows=64, features=128), "float32", kind)
+    found = measure.measure(group, TINY, MACHINE)
+    assert "C1 broken" in found["refused"]["auto"]
+    assert {row["implementation"] for row in found["rows"]} == {"torch"}
+    with pytest.raises(AssertionError, match="C1 broken"):
+        measure.samples(group, TINY)
+    assert report.refusals({"layer_norm": {"groups": [found]}})
+
+
+def test_a_wrong_result_at_full_size_gets_no_number(off_by_a_percent, monkeypatch):
+    monkeypatch.setattr(gate, "refusal", lambda group, backend: None)
+    group = Group(bench_layer_norm.SUBJECT, Norm(rows=64, features=128), "float32", "infer")
+    assert "differs from PyTorch's" in measure.measure(group, TINY, MACHINE)["refused"]["auto"]
+
+
+def row(implementation, median, ratio, direction="forward"):
+    return {
+        "direction": direction, "implementation": implementation, "median": median, "p20": median, "p80": median,
+        "rounds": 9, "ratio": ratio, "flops": 10**6, "bytes": 10**5, "limit": 5e-5, "bound": "copy",
+    }  # fmt: skip
+
+
+def canned(**changes):
+    group = {
+        "key": "layer_norm M1 N8 float32 infer", "op": "layer_norm", "label": "M1 N8", "dtype": "float32",
+        "kind": "infer", "headline": True, "chosen": "cpu", "memory": {"auto": 1 << 20}, "refused": {},
+        "unavailable": {"aten": "because"}, "rows": [row("torch", 2e-4, 1.0), row("auto", 1e-4, 0.5)],
+    }  # fmt: skip
+    environment = {**dict.fromkeys(("cpu", "commit", "torch", "compiler", "cpu_capability"), "?"), "protocol": 1,
+                   "cores": 2, "threads": 2, "dirty": True, "date": "2026-01-02T03", "device": "cpu"}  # fmt: skip
+    return {"layer_norm": {"environment": environment, "limits": MACHINE, "groups": [{**group, **changes}]}}
+
+
+def test_report_of_a_win():
+    results = canned()
+    text = report.table(results["layer_norm"])
+    for part in ("automatic choice: cpu", "aten unavailable (because)", "1.0 GB/s", "50%", "2.00x", "with changes"):
+        assert part in text, part
+    assert report.losses(results) == [] and report.given_away(results) == []
+    assert "| `layer_norm` M1 N8 | float32 | forward | 200 | 100 | 2.00x | 50% |" in readme.measured(results)
+
+
+def test_report_of_losses():
+    slow = canned(rows=[row("torch", 2e-4, 1.0), row("auto", 3e-4, 1.5)], chosen="aten")
+    ((ratio, line),) = report.losses(slow)
+    assert ratio == 1.5 and "300.0 against 200.0 us" in line
+    assert report.given_away(slow) == ["layer_norm M1 N8 float32 infer"]
+    small = canned(rows=[row("torch", 5e-5, 1.0), row("auto", 6e-5, 1.2)])
+    assert report.losses(small) == [] and len(report.losses(small, noticeable=False)) == 1
+    noise = canned(rows=[row("torch", 2e-4, 1.0), row("auto", 2.03e-4, 1.015)])
+    assert report.losses(noise) == []
+    assert "slower than PyTorch by more than 2%, where PyTorch takes 100 us or more: 1" in report.summary(slow)
+
+
+def test_results_continue_only_on_the_same_sources(tmp_path):
+    path = tmp_path / "cpu" / "layer_norm.json"
+    now = {"sources": "a", "date": "monday"}
+    record.Results(path, now).add({"key": "one"})
+    assert record.Results(path, {**now, "date": "tuesday"}).has("one")
+    assert not record.Results(path, {**now, "sources": "b"}).has("one")
+    assert not record.Results(path, now, fresh=True).has("one")
+
+
+def test_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "QUICK", TINY)
+    monkeypatch.setattr(limits, "measure", lambda dtypes: MACHINE)
+    words = ["--op", "layer_norm", "--quick", "--only", "M1 N768 float32 infer", "--out", str(tmp_path)]
+    assert bench.main(words) == 0 and "[" in capsys.readouterr().out
+    assert bench.main(words) == 0 and "continuing: 1 of 1" in capsys.readouterr().out
+    assert report.main([str(tmp_path)]) == 0 and "vs PyTorch" in capsys.readouterr().out
+    assert bench.main(["--only", "no such case"]) == 1
+    assert report.main([str(tmp_path / "absent")]) == 1
+
+
+def test_readme_is_up_to_date():
+    text = readme.README.read_text()
+    assert text == readme.render(text), "run `python -m bench.report --readme`"
