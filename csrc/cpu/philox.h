@@ -13,21 +13,14 @@ namespace {
 
 constexpr int kPhiloxLanes = 64;  // columns per block of 16 counters
 
-// draws[c] for columns first + 0..63 of one row; first must be a multiple of 4.
-inline void philox_block(uint64_t seed, uint64_t row, uint64_t first, uint32_t* draws) {
-  constexpr int kCounters = kPhiloxLanes / 4;
-  uint32_t c0[kCounters], c1[kCounters], c2[kCounters], c3[kCounters];
-  const uint32_t base = static_cast<uint32_t>(first / 4);
-  for (int i = 0; i < kCounters; ++i) {
-    c0[i] = base + static_cast<uint32_t>(i);
-    c1[i] = static_cast<uint32_t>(row);
-    c2[i] = static_cast<uint32_t>(row >> 32);
-    c3[i] = 0;
-  }
+constexpr int kPhiloxCounters = kPhiloxLanes / 4;
+
+// Ten rounds on 16 counters at once; the four words of output take the counters' place.
+inline void philox_rounds(uint64_t seed, uint32_t* c0, uint32_t* c1, uint32_t* c2, uint32_t* c3) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
 #pragma omp simd
-    for (int i = 0; i < kCounters; ++i) {
+    for (int i = 0; i < kPhiloxCounters; ++i) {
       const uint64_t p0 = uint64_t{0xD2511F53u} * c0[i], p1 = uint64_t{0xCD9E8D57u} * c2[i];
       const uint32_t n0 = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
       const uint32_t n2 = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
@@ -39,12 +32,37 @@ inline void philox_block(uint64_t seed, uint64_t row, uint64_t first, uint32_t* 
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  for (int i = 0; i < kCounters; ++i) {
+}
+
+// draws[c] for columns first + 0..63 of one row; first must be a multiple of 4.
+inline void philox_block(uint64_t seed, uint64_t row, uint64_t first, uint32_t* draws) {
+  uint32_t c0[kPhiloxCounters], c1[kPhiloxCounters], c2[kPhiloxCounters], c3[kPhiloxCounters];
+  const uint32_t base = static_cast<uint32_t>(first / 4);
+  for (int i = 0; i < kPhiloxCounters; ++i) {
+    c0[i] = base + static_cast<uint32_t>(i);
+    c1[i] = static_cast<uint32_t>(row);
+    c2[i] = static_cast<uint32_t>(row >> 32);
+    c3[i] = 0;
+  }
+  philox_rounds(seed, c0, c1, c2, c3);
+  for (int i = 0; i < kPhiloxCounters; ++i) {
     draws[4 * i] = c0[i];
     draws[4 * i + 1] = c1[i];
     draws[4 * i + 2] = c2[i];
     draws[4 * i + 3] = c3[i];
   }
+}
+
+// draws[c][i] for columns first + 0..3 of 16 rows; first must be a multiple of 4.
+inline void philox_columns(uint64_t seed, const int64_t* rows, uint64_t first,
+                           uint32_t (*draws)[kPhiloxCounters]) {
+  for (int i = 0; i < kPhiloxCounters; ++i) {
+    draws[0][i] = static_cast<uint32_t>(first / 4);
+    draws[1][i] = static_cast<uint32_t>(rows[i]);
+    draws[2][i] = static_cast<uint32_t>(static_cast<uint64_t>(rows[i]) >> 32);
+    draws[3][i] = 0;
+  }
+  philox_rounds(seed, draws[0], draws[1], draws[2], draws[3]);
 }
 
 // factors[j] = scale where column first + j is kept, else 0, for j < n. Any first, any n >= 0.

@@ -1,0 +1,67 @@
+// What the ffn kernels share: products of weights, as they lie in memory, with a tile of the
+// compute type.
+#pragma once
+#include <algorithm>
+
+#include "gemm.h"
+#include "vec.h"
+
+namespace tfm_kernels {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// The longest sum that one matrix tile forms: longer ones would push its B operand (64 columns) out
+// of L2.
+constexpr int64_t kLongestSum = 1024;
+
+// C (m, n) = A (m, k) B (k, n), or += where `accumulate`. Row-major; sums of `kLongestSum` products
+// are formed apart.
+inline void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b,
+                    int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+  int64_t begin = 0;
+  do {
+    const int64_t length = std::min(k - begin, kLongestSum);
+    gemm_tile(m, n, length, a + begin, lda, b + begin * ldb, ldb, c, ldc, accumulate || begin > 0);
+    begin += kLongestSum;
+  } while (begin < k);
+}
+
+inline void product(int64_t m, int64_t n, int64_t k, const double* a, int64_t lda, const double* b,
+                    int64_t ldb, double* c, int64_t ldc, bool accumulate) {
+  for (int64_t i = 0; i < m; ++i) {
+    double* row = c + i * ldc;
+    if (!accumulate) std::fill(row, row + n, 0.0);
+    for (int64_t p = 0; p < k; ++p) {
+      const double factor = a[i * lda + p];
+      for (int64_t j = 0; j < n; ++j) row[j] += factor * b[p * ldb + j];
+    }
+  }
+}
+
+// How many elements of a 16-bit matrix with k columns are widened at a time; they fit L2 beside the
+// tiles.
+inline int64_t widened_rows(int64_t k) {
+  return std::max<int64_t>(16, 32768 / std::max<int64_t>(k, 1) / 16 * 16);
+}
+
+// product() with A = weights in storage type: used where it lies, or widened block by block into
+// `wide`, which has room for widened_rows(k) * k elements.
+template <typename T>
+void weights_product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
+                     const compute_t<T>* b, int64_t ldb, compute_t<T>* c, int64_t ldc,
+                     bool accumulate, [[maybe_unused]] compute_t<T>* wide) {
+  if constexpr (std::is_same_v<T, compute_t<T>>) {
+    product(m, n, k, a, lda, b, ldb, c, ldc, accumulate);
+  } else {
+    const int64_t step = widened_rows(k);
+    for (int64_t i = 0; i < m; i += step) {
+      const int64_t rows = std::min(step, m - i);
+      for (int64_t r = 0; r < rows; ++r) widen(a + (i + r) * lda, k, wide + r * k);
+      product(rows, n, k, wide, k, b, ldb, c + i * ldc, ldc, accumulate);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels
