@@ -123,7 +123,7 @@ def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's
 def run(call: AttentionCall, backend: str) -> tuple[Tensor, Any]:
     """(out, lse) of a checked call on one backend; aten has no lse."""
     seed, mask = call.seed, call.mask
-    cu_seqlens: Any = (call.cu_seqlens_q, call.cu_seqlens_k)
+    cu_seqlens: tuple[Any, Any] = (call.cu_seqlens_q, call.cu_seqlens_k)
     if call.dropout_p == 0.0:
         seed = None
     elif seed is None:
@@ -135,7 +135,7 @@ def run(call: AttentionCall, backend: str) -> tuple[Tensor, Any]:
         return _apply(
             backend, *tensors, *indices, *longest, window, call.scale, call.dropout_p, seed, call.deterministic
         )
-    random: Any = (call.scale, call.dropout_p, seed)
+    random: tuple[Any, Any, Any] = (call.scale, call.dropout_p, seed)
     if call.cu_seqlens_q is None:
         if backend == "aten":
             return aten.attention(*tensors, mask, call.bias, call.scale), None

@@ -28,7 +28,7 @@ def attention(
     factors = None
     if seed is not None:
         rows = dropout.attention_rows(batch, heads, queries, query.device)
-        factors = dropout.keep_mask(seed, dropout_p, rows, keys) * dropout.keep_scale(dropout_p)
+        factors = dropout.keep_mask(seed, dropout_p, rows, keys).double() * dropout.keep_scale(dropout_p)
     visible = mask.dense(batch, heads, queries, keys, query.device)
     out, lse = _attend(query, key, value, visible, bias, scale, factors)
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse
@@ -63,7 +63,7 @@ def attention_varlen(
         head = torch.arange(heads, device=query.device).unsqueeze(1)
         rows = (q_segment * heads + head) * max_seqlen_q + i  # (Hq, total_q)
         kept = dropout.keep_mask(seed, dropout_p, rows, max_seqlen_k)
-        factors = kept[..., j] * dropout.keep_scale(dropout_p)
+        factors = kept[..., j].double() * dropout.keep_scale(dropout_p)
     out, lse = _attend(query, key, value, visible.expand(1, heads, queries, keys), None, scale, factors)
     return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0)
 
