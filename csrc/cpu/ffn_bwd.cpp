@@ -1,0 +1,189 @@
+// ffn_bwd, CPU: the host. Implements FFN.5 to FFN.7 of tfm_kernels/ops/ffn.py with the kernels of
+// ffn_bwd_tile.cpp. Config:  pick_blocks() below. Source:  own work.
+#ifdef CPU_CAPABILITY_DEFAULT
+#include "ffn_bwd.h"
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <tuple>
+#include <vector>
+
+#include "ffn.h"
+#include "gemm.h"
+
+namespace tfm_kernels {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Rows a block: 256 a thread, so that packing the weights costs little in `input`, and never more
+// than there are. Rows at a time in `hidden`: what leaves h, dp and their like in L2. Features a
+// task: 128, or 64 to feed all threads.
+void pick_blocks(FfnBwd& args, int64_t threads) {
+  const int64_t most = std::clamp<int64_t>(256 * threads, 512, 4096);
+  args.block = ceil_div(ceil_div(args.M, ceil_div(args.M, most)), 16) * 16;
+  args.strip = std::min<int64_t>(args.block, 512);
+  args.chunk = ceil_div(args.F, 128) >= threads ? 128 : 64;
+}
+
+// The working memory of a call. Where storage is the compute type, sums are formed in the results
+// themselves.
+struct Memory {
+  at::TensorOptions options;
+  bool wide;  // 16-bit storage
+  at::Tensor x_panels, dy_t, x_rows, dy_rows, dp, dg, dx_sum, dw1_sum, dw2_sum, dgate_sum, db1_sum;
+
+  Memory(FfnBwd& args, const at::Tensor& x)
+      : options(x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)),
+        wide(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16) {
+    const int64_t E = args.E, F = args.F, Eo = args.Eo, block = args.block;
+    args.dp_ld =
+        ceil_div(F, kPanel) * kPanel + 16;  // 16: not a power of two, which would thrash L1
+    args.dy_t_ld = block + 16;
+    args.x_panels = room(x_panels, args.dw1 || args.dgate, ceil_div(E, kPanel) * kPanel * block);
+    args.dy_t = room(dy_t, args.dw2, Eo * args.dy_t_ld);
+    args.dp = room(dp, true, block * args.dp_ld);
+    args.dg = room(dg, args.gated, block * args.dp_ld);
+    args.x_rows_ld = wide ? E : args.x_stride_m;
+    args.dy_rows_ld = wide ? Eo : args.dy_stride_m;
+    if (wide) {
+      args.x_rows = room(x_rows, !args.preact, block * E);
+      args.dy_rows = room(dy_rows, true, block * Eo);
+      args.dx_sum = room(dx_sum, args.dx, block * E);
+    }
+    args.dw1_sum = wide ? room(dw1_sum, args.dw1, F * E) : args.dw1;
+    args.dw2_sum = wide ? room(dw2_sum, args.dw2, Eo * F) : args.dw2;
+    args.dgate_sum = wide ? room(dgate_sum, args.dgate, F * E) : args.dgate;
+    db1_sum = at::empty({args.needs_db1 ? F : 0}, x.options().dtype(at::kDouble));
+    args.db1_sum = db1_sum.mutable_data_ptr<double>();
+  }
+
+  void* room(at::Tensor& owner, bool needed, int64_t elements) const {
+    if (!needed) return nullptr;
+    owner = at::empty({elements}, options);
+    return owner.mutable_data_ptr();
+  }
+
+  void store(const at::Tensor& dw1, const at::Tensor& db1, const at::Tensor& dw2,
+             const at::Tensor& dgate) const {
+    if (db1.numel()) db1.copy_(db1_sum);
+    if (!wide) return;
+    if (dw1.numel()) dw1.copy_(dw1_sum.view(dw1.sizes()));
+    if (dw2.numel()) dw2.copy_(dw2_sum.view(dw2.sizes()));
+    if (dgate.numel()) dgate.copy_(dgate_sum.view(dgate.sizes()));
+  }
+};
+
+// Calls body(task, worker) for each task; a worker is one thread's place in the working memory.
+template <typename Body>
+void for_tasks(int64_t tasks, int64_t workers, Body body) {
+  at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker)
+      for (int64_t task = tasks * worker / workers; task < tasks * (worker + 1) / workers; ++task)
+        body(task, worker);
+    gemm_release();
+  });
+}
+
+void run(FfnBwd& args, DType dtype, bool wide, const at::TensorOptions& options) {
+  const int64_t threads = at::get_num_threads(), room = ffn_bwd_scratch(args);
+  const int64_t chunks = ceil_div(args.F, args.chunk);
+  const int64_t item = dtype == DType::f64 ? 8 : 4;
+  const at::Tensor scratch = at::empty({threads * room}, options);
+  char* const base = static_cast<char*>(scratch.mutable_data_ptr());
+  const auto place = [&](int64_t worker) { return base + worker * room * item; };
+  for (int64_t row = 0; row < args.M; row += args.block) {
+    const int64_t rows = std::min(args.block, args.M - row);
+    if (!wide) {
+      args.x_rows = static_cast<const char*>(args.x) + row * args.x_stride_m * item;
+      args.dy_rows = static_cast<const char*>(args.dy) + row * args.dy_stride_m * item;
+      if (args.dx) args.dx_sum = static_cast<char*>(args.dx) + row * args.E * item;
+    }
+    const int64_t strips = ceil_div(rows, 64);
+    for_tasks(strips, std::min(strips, threads), [&](int64_t strip, int64_t) {
+      TFM_KERNEL(ffn_bwd_prepare)(args, dtype, row, strip * 64, std::min(rows, strip * 64 + 64));
+    });
+    for_tasks(chunks, std::min(chunks, threads), [&](int64_t chunk, int64_t worker) {
+      TFM_KERNEL(ffn_bwd_hidden)(args, dtype, row, rows, chunk * args.chunk, place(worker));
+    });
+    if (!args.dx) continue;
+    const int64_t groups = ceil_div(rows, 16), workers = std::min(groups, threads);
+    for_tasks(workers, workers, [&](int64_t task, int64_t worker) {
+      const int64_t begin = groups * task / workers * 16, end = groups * (task + 1) / workers * 16;
+      TFM_KERNEL(ffn_bwd_input)(args, dtype, row, begin, std::min(rows, end), place(worker));
+    });
+  }
+}
+
+using SixTensors =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w1,
+                       const OptionalTensor& b1, const at::Tensor& w2, const OptionalTensor& gate,
+                       const at::Tensor& preact, int64_t activation, double dropout_p,
+                       const OptionalTensor& seed, const OptionalTensor& dropout_rows, bool need_x,
+                       bool need_w1, bool need_b1, bool need_w2, bool need_b2, bool need_gate) {
+  constexpr const char* kOp = "ffn_bwd_cpu";
+  const FfnShape shape(x, w1, b1, w2, gate, activation, kOp);
+  const auto M = shape.M, E = shape.E, F = shape.F, Eo = shape.Eo;
+  check_shape(dy, {M, Eo}, kOp, "dy");
+  TORCH_CHECK(dy.scalar_type() == x.scalar_type() && preact.scalar_type() == x.scalar_type(), kOp,
+              ": dy and preact must have the dtype of x");
+  const bool saved = preact.dim() == 2;
+  if (saved) check_shape(preact, {M, gate ? 2 * F : F}, kOp, "preact");
+  TORCH_CHECK(gate || !need_gate, kOp, ": need_gate must be False without a gate");
+
+  const auto options = x.options();
+  const auto result = [&](bool needed, at::IntArrayRef sizes) {
+    return needed ? at::empty(sizes, options) : at::empty({0}, options);
+  };
+  at::Tensor dx = result(need_x, {M, E}), dw1 = result(need_w1, {F, E}), db1 = result(need_b1, {F}),
+             dw2 = result(need_w2, {Eo, F}), dgate = result(need_gate, {F, E});
+  at::Tensor db2 = need_b2 ? at::sum(dy, 0) : at::empty({0}, options);
+  if (M == 0) {
+    for (const at::Tensor& t : {dw1, db1, dw2, dgate}) t.zero_();
+    return {dx, dw1, db1, dw2, db2, dgate};
+  }
+  if (!(need_x || need_w1 || need_b1 || need_w2 || need_gate))
+    return {dx, dw1, db1, dw2, db2, dgate};
+  const at::Tensor dy_rows = unit_rows(dy), x_rows = unit_rows(x), w1c = w1.contiguous(),
+                   w2c = w2.contiguous(), preactc = preact.contiguous();
+  const OptionalTensor b1c = contiguous(b1), gatec = contiguous(gate);
+
+  FfnBwd args{};
+  args.dy = dy_rows.const_data_ptr();
+  args.x = x_rows.const_data_ptr();
+  args.w1 = w1c.const_data_ptr();
+  args.w2 = w2c.const_data_ptr();
+  args.b1 = pointer(b1c);
+  args.gate = pointer(gatec);
+  args.preact = saved ? preactc.const_data_ptr() : nullptr;
+  args.dx = need_x ? dx.mutable_data_ptr() : nullptr;
+  args.dw1 = need_w1 ? dw1.mutable_data_ptr() : nullptr;
+  args.dw2 = need_w2 ? dw2.mutable_data_ptr() : nullptr;
+  args.dgate = need_gate ? dgate.mutable_data_ptr() : nullptr;
+  args.dy_stride_m = dy_rows.stride(0);
+  args.x_stride_m = x_rows.stride(0);
+  args.M = M;
+  args.E = E;
+  args.F = F;
+  args.Eo = Eo;
+  args.gated = gate.has_value();
+  args.needs_db1 = need_b1;
+  args.activation = static_cast<Activation>(activation);
+  args.dropout = check_dropout(dropout_p, seed, kOp);
+  args.dropout_rows = check_rows(dropout_rows, M, kOp);
+  pick_blocks(args, at::get_num_threads());
+
+  const Memory memory(args, x);
+  run(args, dtype_of(x.scalar_type()), memory.wide, memory.options);
+  memory.store(dw1, db1, dw2, dgate);
+  return {dx, dw1, db1, dw2, db2, dgate};
+}
+
+TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("ffn_bwd_cpu", &ffn_bwd_cpu); }
+
+}  // namespace
+}  // namespace tfm_kernels
+#endif

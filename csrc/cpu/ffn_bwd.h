@@ -1,0 +1,67 @@
+// One call of ffn_bwd and its working memory, as host and kernels share them.
+//
+// Rows are taken in blocks of a few hundred, with working memory that is used again for every
+// block. In a block, one task of `prepare` = 64 rows of x and dy, widened and laid out for the
+// products; one task of `hidden` = 64 or 128 hidden features, for which it computes h, dp and dg in
+// L2 and adds to dw1, db1, dw2 and dgate; one task of `input` = a range of rows of dx. Every
+// element has one owner that adds in one order: the result does not depend on the number of
+// threads.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "activation.h"
+#include "isa.h"
+#include "philox.h"
+#include "vec.h"
+
+namespace tfm_kernels {
+
+// A panel: 64 columns of a right operand side by side, which a matrix tile reads without a miss in
+// the TLB.
+constexpr int64_t kPanel = 64;
+
+struct FfnBwd {
+  const void *dy, *x, *w1, *b1, *w2, *gate;  // b1 may be null; weights contiguous
+  const void* preact;                        // null: computed again
+  void *dx, *dw1, *dw2, *dgate;              // null where not wanted
+  int64_t dy_stride_m, x_stride_m, M, E, F, Eo;
+  bool gated, needs_db1;
+  Activation activation;
+  Dropout dropout;
+  const int64_t* dropout_rows;  // (M) or null
+  int64_t block, strip,
+      chunk;  // rows a block, rows at a time in `hidden`, features a task of `hidden`
+  // Working memory in the compute type. The *_rows are the tensors themselves where storage is
+  // compute type, and so are the *_sum.
+  void* x_panels;                // (E / 64, block, 64)
+  void* dy_t;                    // (Eo, dy_t_ld)
+  const void *x_rows, *dy_rows;  // (block, E), (block, Eo) of the present block
+  void *dp, *dg;                 // (block, dp_ld)
+  void* dx_sum;                  // (block, E) of the present block
+  void *dw1_sum, *dw2_sum, *dgate_sum;
+  double* db1_sum;  // (F)
+  int64_t x_rows_ld, dy_rows_ld, dy_t_ld, dp_ld;
+};
+
+constexpr int64_t kFfnRowStep =
+    128;  // rows of a left operand that stay in L2 while the panels pass
+
+// Elements of working memory that one task of `hidden` or `input` needs.
+inline int64_t ffn_bwd_scratch(const FfnBwd& args) {
+  const int64_t gates = args.gated ? 2 : 1, weights = args.preact ? 0 : gates;
+  const int64_t hidden = args.chunk * (args.Eo + weights * args.E) +
+                         (2 + gates) * args.chunk * args.strip +
+                         gates * args.chunk * (args.strip + 16);
+  return std::max<int64_t>(hidden, 512 * 64);
+}
+
+// `row` is the first of the present block, which has `rows`; begin and end count within it.
+TFM_DECLARE_KERNEL(void ffn_bwd_prepare(const FfnBwd& args, DType dtype, int64_t row, int64_t begin,
+                                        int64_t end))
+TFM_DECLARE_KERNEL(void ffn_bwd_hidden(const FfnBwd& args, DType dtype, int64_t row, int64_t rows,
+                                       int64_t feature, void* scratch))
+TFM_DECLARE_KERNEL(void ffn_bwd_input(const FfnBwd& args, DType dtype, int64_t row, int64_t begin,
+                                      int64_t end, void* scratch))
+
+}  // namespace tfm_kernels

@@ -1,0 +1,219 @@
+// ffn_bwd, CPU: the kernels. Implements FFN.5 to FFN.7 of tfm_kernels/ops/ffn.py, except db2, which
+// is at::sum. Owns:    see ffn_bwd.h. Traffic: a block reads x, dy, preact and the weights once and
+// dw1, dw2 twice; dp is written and read in L3.
+//          8*M*E*F FLOPs, 12 with a gate, 2 or 4 more where preact is computed again.
+// Limits:  none; float64 computes in float64 by plain loops, everything else in float32.
+// Source:  own work.
+#include <utility>
+
+#include "ffn_bwd.h"
+#include "ffn_tile.h"
+#include "transpose.h"
+
+namespace tfm_kernels {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// dst (rows, 64) = src (rows, columns), widened and filled up with zeros.
+template <typename T>
+void pack_panel(const T* src, int64_t src_ld, int64_t rows, int64_t columns, compute_t<T>* dst) {
+  for (int64_t r = 0; r < rows; ++r, dst += kPanel) {
+    widen(src + r * src_ld, columns, dst);
+    for (int64_t c = columns; c < kPanel; ++c) dst[c] = compute_t<T>(0);
+  }
+}
+
+template <typename T, typename C = compute_t<T>>
+void prepare(const FfnBwd& args, int64_t row, int64_t begin, int64_t end) {
+  const int64_t E = args.E, Eo = args.Eo, rows = end - begin;
+  const T* x = static_cast<const T*>(args.x) + (row + begin) * args.x_stride_m;
+  const T* dy = static_cast<const T*>(args.dy) + (row + begin) * args.dy_stride_m;
+  if (args.dw1 || args.dgate)
+    for (int64_t e = 0; e < E; e += kPanel)
+      pack_panel(x + e, args.x_stride_m, rows, std::min(kPanel, E - e),
+                 static_cast<C*>(args.x_panels) + e * args.block + begin * kPanel);
+  if (args.dw2)
+    transpose_widen(dy, args.dy_stride_m, rows, Eo, static_cast<C*>(args.dy_t) + begin,
+                    args.dy_t_ld, rows);
+  if constexpr (!std::is_same_v<T, C>) {
+    C* x_rows = static_cast<C*>(const_cast<void*>(args.x_rows)) + begin * E;
+    C* dy_rows = static_cast<C*>(const_cast<void*>(args.dy_rows)) + begin * Eo;
+    for (int64_t r = 0; r < rows; ++r) {
+      if (!args.preact) widen(x + r * args.x_stride_m, E, x_rows + r * E);
+      widen(dy + r * args.dy_stride_m, Eo, dy_rows + r * Eo);
+    }
+  }
+}
+
+// Products of rows (rows, k) with panels (k, 64), which leave panels (strip, 64).
+template <typename C>
+void times_panels(const FfnBwd& args, int64_t rows, int64_t k, const C* left, int64_t ld,
+                  const C* panels, int64_t count, C* out) {
+  for (int64_t i = 0; i < rows; i += kFfnRowStep)
+    for (int64_t p = 0; p < count; ++p)
+      product(std::min(kFfnRowStep, rows - i), kPanel, k, left + i * ld, ld,
+              panels + p * k * kPanel, kPanel, out + (p * args.strip + i) * kPanel, kPanel, false);
+}
+
+// What a row of a panel holds of preact, or of the gate's product: stored, or just computed;
+// rounded either way.
+template <typename T, typename C>
+void load_preact(const T* stored, const T* bias, int64_t n, C* values) {
+  if (!stored) {
+    if (bias)
+      for (int64_t j = 0; j < n; ++j) values[j] += static_cast<C>(bias[j]);
+    if constexpr (std::is_same_v<T, C>) return;
+    T rounded[kPanel];
+    narrow(values, n, rounded);
+    return widen(rounded, n, values);
+  }
+  widen(stored, n, values);
+  for (int64_t j = n; j < kPanel; ++j) values[j] = C(0);
+}
+
+// FFN.3 and FFN.6 on 64 features of a row: from dh, p and g to h (in the place of p), dp and dg.
+template <typename Act, typename C>
+void differentiate(const C* factor, const C* dh, C* p, const C* g, C* dp, C* dg) {
+#pragma omp simd
+  for (int64_t j = 0; j < kPanel; ++j) {
+    C slope;
+    const C value = Act::value(p[j], slope), scaled = dh[j] * factor[j];
+    const C d = factor[j] == C(0) ? C(0) : scaled;
+    const C linear = g ? g[j] : C(1), h = value * linear * factor[j];
+    p[j] = factor[j] == C(0) ? C(0) : h;
+    dp[j] = d * linear * slope;
+    if (dg) dg[j] = d * value;
+  }
+}
+
+template <typename T, typename C = compute_t<T>>
+void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* scratch) {
+  const int64_t E = args.E, F = args.F, Eo = args.Eo, strip = args.strip;
+  const int64_t n = std::min(args.chunk, F - feature), panels = (n + kPanel - 1) / kPanel;
+  const auto carve = [&](int64_t elements) { return std::exchange(scratch, scratch + elements); };
+  const bool again = !args.preact, needs_dh = args.dx || args.dw1 || args.dgate || args.needs_db1;
+  C *w2 = carve(args.chunk * Eo), *w1 = again ? carve(args.chunk * E) : nullptr;
+  C* gate = again && args.gated ? carve(args.chunk * E) : nullptr;
+  C *dh = carve(args.chunk * strip), *h = carve(args.chunk * strip);
+  C* linear = args.gated ? carve(args.chunk * strip) : nullptr;
+  const int64_t t_ld = strip + 16;
+  C *dp_t = carve(args.chunk * t_ld), *dg_t = args.gated ? carve(args.chunk * t_ld) : nullptr;
+
+  for (int64_t p = 0; p < panels; ++p) {
+    const int64_t f = feature + p * kPanel, width = std::min(kPanel, F - f);
+    pack_panel(static_cast<const T*>(args.w2) + f, F, Eo, width, w2 + p * Eo * kPanel);
+    if (w1)
+      transpose_widen(static_cast<const T*>(args.w1) + f * E, E, width, E, w1 + p * E * kPanel,
+                      kPanel, kPanel);
+    if (gate)
+      transpose_widen(static_cast<const T*>(args.gate) + f * E, E, width, E, gate + p * E * kPanel,
+                      kPanel, kPanel);
+  }
+  const C *dy = static_cast<const C*>(args.dy_rows), *x = static_cast<const C*>(args.x_rows);
+  for (int64_t s = 0; s < rows; s += strip) {
+    const int64_t m = std::min(strip, rows - s);
+    const bool accumulate = row + s > 0;
+    if (needs_dh)
+      times_panels(args, m, Eo, dy + s * args.dy_rows_ld, args.dy_rows_ld, w2, panels, dh);
+    if (w1) times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, w1, panels, h);
+    if (gate)
+      times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, gate, panels, linear);
+
+    C* dp = static_cast<C*>(args.dp) + s * args.dp_ld + feature;
+    C* dg = args.gated ? static_cast<C*>(args.dg) + s * args.dp_ld + feature : nullptr;
+    alignas(64) C factors[kPanel];
+    std::fill(factors, factors + kPanel, C(1));
+    for_activation(args.activation, [&](auto act) {
+      for (int64_t r = 0; r < m; ++r) {
+        const int64_t at = row + s + r, number = args.dropout_rows ? args.dropout_rows[at] : at;
+        const T* stored = static_cast<const T*>(args.preact);
+        if (stored) stored += at * (args.gated ? 2 * F : F);
+        for (int64_t p = 0; p < panels; ++p) {
+          const int64_t f = feature + p * kPanel, width = std::min(kPanel, F - f);
+          const int64_t in_panel = (p * strip + r) * kPanel, in_row = r * args.dp_ld + p * kPanel;
+          if (args.dropout.active())
+            dropout_factors(args.dropout.seed, number, f, kPanel, args.dropout.bound,
+                            static_cast<C>(args.dropout.scale), factors);
+          const T* bias = args.b1 ? static_cast<const T*>(args.b1) + f : nullptr;
+          load_preact(stored ? stored + f : nullptr, bias, width, h + in_panel);
+          if (args.gated)
+            load_preact<T>(stored ? stored + F + f : nullptr, nullptr, width, linear + in_panel);
+          differentiate<decltype(act)>(factors, dh + in_panel, h + in_panel,
+                                       args.gated ? linear + in_panel : nullptr, dp + in_row,
+                                       args.gated ? dg + in_row : nullptr);
+        }
+      }
+    });
+
+    const C* x_panels = static_cast<const C*>(args.x_panels) + s * kPanel;
+    const auto weights = [&](const C* d, C* d_t, void* sum) {
+      transpose_widen(d, args.dp_ld, m, n, d_t, t_ld, m);
+      if (!sum) return;
+      for (int64_t e = 0; e < E; e += kPanel)
+        product(n, std::min(kPanel, E - e), m, d_t, t_ld, x_panels + e * args.block, kPanel,
+                static_cast<C*>(sum) + feature * E + e, E, accumulate);
+    };
+    if (args.dw1 || args.needs_db1) weights(dp, dp_t, args.dw1_sum);
+    if (args.dgate) weights(dg, dg_t, args.dgate_sum);
+    if (args.needs_db1)
+      for (int64_t j = 0; j < n; ++j) {
+        const double sum =
+            sum_lanes<C>(m, [&]<typename V>(int64_t i) { return load<V>(dp_t + j * t_ld + i); });
+        args.db1_sum[feature + j] = accumulate ? args.db1_sum[feature + j] + sum : sum;
+      }
+    if (args.dw2)
+      for (int64_t i = 0; i < Eo; i += kFfnRowStep)
+        for (int64_t p = 0; p < panels; ++p)
+          product(std::min(kFfnRowStep, Eo - i), std::min(kPanel, n - p * kPanel), m,
+                  static_cast<const C*>(args.dy_t) + i * args.dy_t_ld + s, args.dy_t_ld,
+                  h + p * strip * kPanel, kPanel,
+                  static_cast<C*>(args.dw2_sum) + i * F + feature + p * kPanel, F, accumulate);
+  }
+}
+
+template <typename T, typename C = compute_t<T>>
+void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, C* panel) {
+  constexpr int64_t kStep = 512;
+  const int64_t E = args.E, F = args.F;
+  C* dx = static_cast<C*>(args.dx_sum) + begin * E;
+  const auto add = [&](const void* weight, const void* d, int64_t f, int64_t n, bool accumulate) {
+    for (int64_t e = 0; e < E; e += kPanel) {
+      const int64_t width = std::min(kPanel, E - e);
+      pack_panel(static_cast<const T*>(weight) + f * E + e, E, n, width, panel);
+      product(end - begin, width, n, static_cast<const C*>(d) + begin * args.dp_ld + f, args.dp_ld,
+              panel, kPanel, dx + e, E, accumulate);
+    }
+  };
+  if (F == 0) std::fill(dx, dx + (end - begin) * E, C(0));
+  for (int64_t f = 0; f < F; f += kStep) {
+    add(args.w1, args.dp, f, std::min(kStep, F - f), f > 0);
+    if (args.gated) add(args.gate, args.dg, f, std::min(kStep, F - f), true);
+  }
+  if constexpr (!std::is_same_v<T, C>)
+    narrow(dx, (end - begin) * E, static_cast<T*>(args.dx) + (row + begin) * E);
+}
+
+}  // namespace
+
+void ffn_bwd_prepare(const FfnBwd& args, DType dtype, int64_t row, int64_t begin, int64_t end) {
+  for_dtype(dtype, [&](auto zero) { prepare<decltype(zero)>(args, row, begin, end); });
+}
+
+void ffn_bwd_hidden(const FfnBwd& args, DType dtype, int64_t row, int64_t rows, int64_t feature,
+                    void* scratch) {
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    hidden<T>(args, row, rows, feature, static_cast<compute_t<T>*>(scratch));
+  });
+}
+
+void ffn_bwd_input(const FfnBwd& args, DType dtype, int64_t row, int64_t begin, int64_t end,
+                   void* scratch) {
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    input<T>(args, row, begin, end, static_cast<compute_t<T>*>(scratch));
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels
