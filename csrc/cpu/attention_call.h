@@ -1,7 +1,9 @@
 // The host side of the attention kernels: checks the operators' arguments, and runs the workers.
 #pragma once
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <atomic>
 #include <optional>

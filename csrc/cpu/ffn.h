@@ -1,7 +1,9 @@
 // What the host halves of the ffn kernels share: the shapes of a call, checked, and its working
 // memory.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <optional>
 

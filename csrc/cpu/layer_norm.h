@@ -1,6 +1,8 @@
 // Row views of tensors for the layer_norm kernels' host halves.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <optional>
