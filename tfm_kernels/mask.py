@@ -186,7 +186,7 @@ class Mask:
         band = self.band(queries, keys)
         attend = ((j - i >= band.low) & (j - i <= band.high)).view(1, 1, queries, keys)
         if self.key_lengths is not None:
-            attend = attend & (j < self.key_lengths.to(device).unsqueeze(1)).view(-1, 1, 1, keys)
+            attend = attend & (j < self.key_lengths.to(device).unsqueeze(1)).view(self.key_lengths.shape[0], 1, 1, keys)
         if self.keep_matrix is not None:
             attend = attend & self.keep_matrix.to(device)
         return attend.expand(batch, heads, queries, keys)
