@@ -38,7 +38,10 @@ class Problem:
 def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], douts: Mapping[str, Tensor | None]):
     """Name -> Expected for every output, and for every gradient where ``douts`` holds output gradients."""
     if op == "attention":
-        return _judge(_problem(inputs), douts)
+        found = _judge(_problem(inputs), douts)
+        if "dbias" in found and inputs.get("bias") is None:
+            found["dmask"] = found.pop("dbias")
+        return found
     parts = []
     for rows, problem in _segments(inputs):
         dout, dlse = douts.get("out"), douts.get("lse")
@@ -139,7 +142,9 @@ def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Ex
     delta_a = (doa * (out.abs() + out_a)).sum(-1, keepdim=True)
     w = reach(ds, dtype) + p * delta_a
     full = w + p * dp_a
-    # delta = rowsum(dO O) carries the score error of the whole row, not only that of its own column.
+    # delta = rowsum(dO O) carries the score error of the whole row, not only that of its own column; and the absolute
+    # error of an O too small for fp16, as where dropout has left only weights near 0.
+    out_e = out_e + r.tiny * (1 + shown @ va)
     we = e_bwd * (slope.abs() + delta_a + dp_a) + p * (doa * out_e).sum(-1, keepdim=True)
     if r.narrow:
         we = we + max(d, dv_width) ** 0.5 * r.sums * full
@@ -150,24 +155,27 @@ def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Ex
     dvalue = reduce(pt.transpose(-1, -2) @ do)
     a = reduce(pt.transpose(-1, -2) @ doa)
     bound = product_bound(dvalue, a, reduce(shown.transpose(-1, -2) @ doa), tq * group, dtype, dtype)
-    expected["dvalue"] = Expected(dvalue, bound + reduce((factor * e_bwd).transpose(-1, -2) @ doa), dtype)
+    bound = bound + reduce((factor * e_bwd).transpose(-1, -2) @ doa)
+    # The backward's P = exp(S - lse) has the rounding of a stored lse, which the eager formula knows nothing of.
+    extra = r.sums * (1 + float(level.mean())) if level.numel() else 0.0
+    expected["dvalue"] = Expected(dvalue, bound, dtype, extra=extra)
 
     dq = scale * (ds @ k)
     bound = product_bound(dq, size * (first @ ka), size * (shown_p @ ka), max(tk, dv_width), dtype, dtype)
-    expected["dquery"] = Expected(dq, bound + size * (we @ ka), dtype)
+    expected["dquery"] = Expected(dq, bound + size * (we @ ka), dtype, extra=extra)
 
     dk = scale * reduce(ds.transpose(-1, -2) @ q)
     a, ones = size * reduce(first.transpose(-1, -2) @ qa), size * reduce(shown_p.transpose(-1, -2) @ qa)
     bound = product_bound(dk, a, ones, max(tq * group, dv_width), dtype, dtype)
-    expected["dkey"] = Expected(dk, bound + size * reduce(we.transpose(-1, -2) @ qa), dtype)
+    expected["dkey"] = Expected(dk, bound + size * reduce(we.transpose(-1, -2) @ qa), dtype, extra=extra)
 
     if problem.bias is not None:
         shape, stored = problem.bias.shape, problem.bias.dtype
-        value, a, extra = ds.sum_to_size(shape), first.sum_to_size(shape), we.sum_to_size(shape)
+        value, a, score_error = ds.sum_to_size(shape), first.sum_to_size(shape), we.sum_to_size(shape)
         terms = ds.numel() // max(value.numel(), 1)
         ones = shown_p.sum_to_size(shape)
-        bound = product_bound(value, a, ones, max(terms, dv_width), dtype, stored) + extra
-        expected["dbias"] = Expected(value, bound, stored)
+        bound = product_bound(value, a, ones, max(terms, dv_width), dtype, stored) + score_error
+        expected["dbias"] = Expected(value, bound, stored, extra=extra)
     return expected
 
 
@@ -193,12 +201,18 @@ def _eager(problem: Problem) -> dict[str, Tensor]:
 def _problem(inputs: Mapping[str, Any]) -> Problem:
     query, key = inputs["query"], inputs["key"]
     (batch, heads, tq, d), tk = query.shape, key.shape[2]
-    mask = inputs.get("mask") or Mask()
-    attend = mask.dense(batch, heads, tq, tk, query.device)
+    mask, bias = inputs.get("mask"), inputs.get("bias")
+    if isinstance(mask, Tensor) and mask.is_floating_point():  # added to the scores, as in torch
+        if bias is not None:
+            raise ValueError("judge: attention: a floating mask is a bias; give one of the two")
+        mask, bias = None, mask
+    elif isinstance(mask, Tensor):
+        mask = Mask.keep(mask)
+    attend = (mask or Mask()).dense(batch, heads, tq, tk, query.device)
     p, keep = inputs.get("dropout_p", 0.0), None
     if p > 0.0:
         keep = dropout.keep_mask(inputs["seed"], p, dropout.attention_rows(batch, heads, tq, query.device), tk)
-    return Problem(query, key, inputs["value"], attend, inputs.get("bias"), _scale(inputs, d), keep, p)
+    return Problem(query, key, inputs["value"], attend, bias, _scale(inputs, d), keep, p)
 
 
 @dataclass(frozen=True)
@@ -238,8 +252,8 @@ def _join(inputs: Mapping[str, Any], parts: list[tuple[Rows, dict[str, Expected]
         "dvalue": value.shape,
     }
     statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
-    joined = {}
-    for name in parts[0][1] if parts else ("out", "lse"):
+    joined: dict[str, Expected] = {}
+    for name in parts[0][1] if parts else shapes:
         dtype = statistics if name == "lse" else query.dtype
         number = torch.full(
             shapes[name], -torch.inf if name == "lse" else 0.0, dtype=torch.float64, device=query.device
@@ -251,7 +265,8 @@ def _join(inputs: Mapping[str, Any], parts: list[tuple[Rows, dict[str, Expected]
                     target[:, rows.query] = source[0]
                 else:
                     target[rows.key if name in ("dkey", "dvalue") else rows.query] = source[0].transpose(0, 1)
-        joined[name] = Expected(number, bound, dtype)
+        extra = max((part[name].extra for _, part in parts), default=0.0)
+        joined[name] = Expected(number, bound, dtype, extra=extra)
     return joined
 
 

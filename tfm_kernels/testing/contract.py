@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .judge import TRUTHS, judge
 from .report import Report
+
+Douts = Mapping[str, Tensor | None] | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | None]] | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ def run(
     inputs: Mapping[str, Any],
     backend: str,
     *,
-    douts: Mapping[str, Tensor | None] | None = None,
+    douts: Douts = None,
     backward: bool = True,
 ) -> Results:
     """Calls ``tfm_kernels.ops.<op>`` on one backend and differentiates it.
@@ -42,7 +44,8 @@ def run(
         op: the public function's name.
         inputs: its arguments by name.
         backend: the backend to name in the call; nothing falls back.
-        douts: output name -> output gradient; None draws normal ones from a fixed seed.
+        douts: output name -> output gradient, or a function that makes them from the outputs; None draws normal ones
+            from a fixed seed.
         backward: False runs the forward alone.
     """
     from .. import ops  # here, because judging must work where no op can be imported
@@ -60,6 +63,8 @@ def run(
         return Results(detached, {}, {})
     if douts is None:
         douts = draw_douts(detached)
+    elif callable(douts):
+        douts = douts(detached)
     pairs = [(t, douts[name]) for name, t in outputs.items() if douts.get(name) is not None]
     grads = torch.autograd.grad([t for t, _ in pairs], list(leaves.values()), [d for _, d in pairs], allow_unused=True)
     return Results(detached, dict(zip(leaves, grads, strict=True)), dict(douts))
@@ -76,7 +81,7 @@ def assert_contract(
     inputs: Mapping[str, Any],
     backend: str,
     *,
-    douts: Mapping[str, Tensor | None] | None = None,
+    douts: Douts = None,
     backward: bool = True,
     tame: bool | None = None,
     slack: float | None = None,
@@ -93,7 +98,7 @@ def assert_contract(
         inputs: the public function's arguments by name, such as {"x": x, "weight": w, "eps": 1e-6}. With dropout_p > 0
             and no seed, seed 0 is used: the judge has to know the mask.
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda".
-        douts: output name -> output gradient; None draws normal ones.
+        douts: output name -> output gradient, or a function that makes them from the outputs; None draws normal ones.
         backward: False judges the forward alone.
         tame: whether C2 and C3 apply, which need zero-mean data without outliers; None looks at the data.
         slack: s of C1; None is 0.10 on a CPU, 0.25 elsewhere.
@@ -117,7 +122,7 @@ def contract_report(
     inputs: Mapping[str, Any],
     backend: str,
     *,
-    douts: Mapping[str, Tensor | None] | None = None,
+    douts: Douts = None,
     backward: bool = True,
     tame: bool | None = None,
     slack: float | None = None,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dropout
-from .rounding import Expected, product_bound, reach, rounding, sum_bound
+from .rounding import Expected, product_bound, reach, rounding, sum_bound, walk
 
 _ROOT = math.sqrt(2 / math.pi)
 
@@ -106,7 +106,8 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     def product(name: str, value: Tensor, absolute: Tensor, error: Tensor, units: Tensor, length: int) -> None:
         tensor = inputs[name]
         bound = product_bound(value, absolute, units, length, dtype, tensor.dtype) + error
-        expected[f"d{name}"] = Expected(value.view(tensor.shape), bound.view(tensor.shape), tensor.dtype)
+        value, bound, extra = value.view(tensor.shape), bound.view(tensor.shape), walk(rows) if name == "b1" else 0.0
+        expected[f"d{name}"] = Expected(value, bound, tensor.dtype, extra=extra)
 
     dx, dx_a, dx_e, dx_1 = da @ w1, da_a @ w1.abs(), da_e @ w1.abs(), ones @ w1.abs()
     if gate is not None:
@@ -124,7 +125,7 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     if b2 is not None:
         db2 = dy.sum(0)
         bound = sum_bound(db2, dya.sum(0), rows, dtype, inputs["b2"].dtype)
-        expected["db2"] = Expected(db2, bound, inputs["b2"].dtype)
+        expected["db2"] = Expected(db2, bound, inputs["b2"].dtype, extra=walk(rows))
     return expected
 
 

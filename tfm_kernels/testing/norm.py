@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import dropout
-from .rounding import Expected, rounding, sum_bound
+from .rounding import Expected, rounding, sum_bound, walk
 
 
 def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], douts: Mapping[str, Tensor | None]):
@@ -71,17 +71,18 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     else:
         expected["dx"] = Expected(dz, r.unit * dz.abs() + r.tiny + slack, dtype)
 
-    rows = tuple(range(x.dim() - 1))
-    count = x.numel() // max(width, 1)
+    count = z[..., 0].numel()
+    over_rows = lambda t: t.reshape(count, width).sum(0)  # noqa: E731
     if weight is not None:
         # Tighter than u (|R| + A): norms round nothing to 16 bits on the way, so their sums have to be float32's.
-        dw = (dy * xhat).sum(rows)
-        bound = sum_bound(dw, (dy * xhat).abs().sum(rows), count, dtype, weight.dtype)
-        bound = bound + 8 * r.sums * (dy.abs() * kappa * (1 + xhat.abs())).sum(rows)
-        expected["dweight"] = Expected(dw, bound, weight.dtype)
+        dw = over_rows(dy * xhat)
+        bound = sum_bound(dw, over_rows((dy * xhat).abs()), count, dtype, weight.dtype)
+        bound = bound + 8 * r.sums * over_rows(dy.abs() * kappa * (1 + xhat.abs()))
+        expected["dweight"] = Expected(dw, bound, weight.dtype, extra=walk(count))
     if bias is not None:
-        db = dy.sum(rows)
-        expected["dbias"] = Expected(db, sum_bound(db, dy.abs().sum(rows), count, dtype, bias.dtype), bias.dtype)
+        db = over_rows(dy)
+        bound = sum_bound(db, over_rows(dy.abs()), count, dtype, bias.dtype)
+        expected["dbias"] = Expected(db, bound, bias.dtype, extra=walk(count))
     return expected
 
 
@@ -110,7 +111,9 @@ def _storage(inputs: Mapping[str, Any]) -> torch.dtype:
 
 def _eps(op: str, inputs: Mapping[str, Any]) -> float:
     eps = inputs.get("eps", None if op.endswith("rms_norm") else 1e-5)
-    return torch.finfo(_storage(inputs)).eps if eps is None else eps
+    if eps is None:  # torch's default: that of the type it computes in
+        return torch.finfo(torch.float64 if _storage(inputs) == torch.float64 else torch.float32).eps
+    return eps
 
 
 def _keep(inputs: Mapping[str, Any]) -> Tensor | None:
