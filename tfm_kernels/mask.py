@@ -11,7 +11,7 @@ True always means "may attend".
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -58,8 +58,8 @@ class Mask:
         torch.Size([2, 1, 5, 5])
     """
 
-    top_left: Band = _EVERYWHERE
-    bottom_right: Band = _EVERYWHERE
+    top_left: Band = field(default_factory=lambda: _EVERYWHERE)  # not the Band itself: compiled code could not read it
+    bottom_right: Band = field(default_factory=lambda: _EVERYWHERE)
     key_lengths: Tensor | None = None
     keep_matrix: Tensor | None = None
 
