@@ -11,7 +11,8 @@ True always means "may attend".
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ ALIGNMENTS = ("top_left", "bottom_right")
 UNBOUNDED = 1 << 40  # a limit no pair of positions reaches
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):  # as a dataclass, torch.compile could not trace it as a default of Mask
     """low <= j - i <= high, where i is counted from the top-left or the bottom-right corner of (Tq, Tk)."""
 
     low: int = -UNBOUNDED
@@ -58,8 +58,8 @@ class Mask:
         torch.Size([2, 1, 5, 5])
     """
 
-    top_left: Band = field(default_factory=lambda: _EVERYWHERE)  # not the Band itself: compiled code could not read it
-    bottom_right: Band = field(default_factory=lambda: _EVERYWHERE)
+    top_left: Band = _EVERYWHERE
+    bottom_right: Band = _EVERYWHERE
     key_lengths: Tensor | None = None
     keep_matrix: Tensor | None = None
 
