@@ -76,10 +76,11 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
 def feed_forward(
     x: Tensor, first: nn.Module, second: nn.Module, activation: str, gate: nn.Module | None = None, **options: Any
 ) -> Tensor:
-    """ops.ffn with the weights of two (or, gated, three) nn.Linear."""
-    weights = first.weight, first.bias, second.weight, second.bias, None if gate is None else gate.weight
+    """ops.ffn with the weights of two (or, gated, three) nn.Linear, or of nn.Conv1d of width 1 over (..., T, E)."""
+    weights: list[Any] = [first.weight, first.bias, second.weight, second.bias, None if gate is None else gate.weight]
+    weights = [t.squeeze(-1) if t is not None and t.dim() == 3 else t for t in weights]
     dtype = autocast_dtype(x.device)
-    tensors: list[Any] = [autocast(t, dtype) for t in (x, *weights)]  # type: ignore[arg-type]
+    tensors: list[Any] = [autocast(t, dtype) for t in (x, *weights)]
     x, w1, b1, w2, b2, w3 = tensors
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
 

@@ -44,6 +44,11 @@ def hooked_everywhere() -> bool:
     )
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether nobody watches the module and its weights are ordinary tensors; its class is the caller's matter."""
+    return not hooked(module) and not hooked_everywhere() and ordinary(*module._parameters.values())
+
+
 def why_not_plain(owner: nn.Module, path: str, *classes: type) -> str | None:
     """None where the child at ``path`` (dotted) is plain, else one sentence part for the report."""
     module = child(owner, path)

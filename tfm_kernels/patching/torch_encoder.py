@@ -57,7 +57,7 @@ def _fuse(original: type) -> type:
             hint = causal_hint(mask, is_causal)
             padding = src_key_padding_mask
             if src.dim() == 3 and padding is not None and padding.dtype == torch.bool and (mask is None or hint):
-                batch_first = self.layers[0].self_attn.batch_first if len(self.layers) else True  # type: ignore
+                batch_first = self.layers[0].self_attn.batch_first if len(self.layers) else True
                 x = src if batch_first else src.transpose(0, 1)
                 packed = packing(self, Mask.hide(padding[:, None, None, :]), x, self.layers, _why_not)
                 if packed is not None:

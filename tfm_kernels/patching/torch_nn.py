@@ -26,18 +26,23 @@ def _nested(original: Any) -> type:
     return Fused
 
 
-def _register(cls: type, what: str, fuse: Any = _same) -> None:
+def _register(cls: type, what: str, fuse: Any = _same, covers: tuple[str, ...] = ()) -> None:
     def recognise(module: nn.Module) -> bool:
         return type(module) is cls
 
-    register_recipe(Recipe(f"torch.nn.{cls.__name__}", recognise, fuse, what), first=False)
+    def inside(module: nn.Module) -> list[nn.Module]:
+        return [inner for name in covers if (inner := module._modules.get(name)) is not None]
+
+    register_recipe(Recipe(f"torch.nn.{cls.__name__}", recognise, fuse, what, inside), first=False)
 
 
 _register(nn.LayerNorm, "layer_norm")
 _register(nn.RMSNorm, "rms_norm")
-_register(nn.MultiheadAttention, "projections and fused attention", _nested)
-_register(nn.TransformerEncoderLayer, "fused attention, sums with LayerNorm, and feed-forward", _nested)
-_register(nn.TransformerDecoderLayer, "fused attention, sums with LayerNorm, and feed-forward")
+_register(nn.MultiheadAttention, "projections and fused attention", _nested, ("out_proj",))
+_BLOCK = ("linear1", "activation", "dropout", "linear2", "dropout1", "dropout2", "dropout3")
+_LAYER = "attention, sums with LayerNorm, and feed-forward"
+_register(nn.TransformerEncoderLayer, _LAYER, _nested, _BLOCK)
+_register(nn.TransformerDecoderLayer, _LAYER, covers=_BLOCK)
 _register(nn.TransformerEncoder, "the stack of tfm_kernels.nn")
 _register(nn.TransformerDecoder, "the stack of tfm_kernels.nn")
 _register(nn.Transformer, "the encoder-decoder of tfm_kernels.nn")

@@ -1,0 +1,78 @@
+"""Small models to patch, and the comparison of a patched model with its own self."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tfm_kernels as tfk
+
+
+def transformers():
+    return pytest.importorskip("transformers", reason="transformers is not installed (the demo extra)")
+
+
+def bert(**changes):
+    hf = transformers()
+    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    return hf.BertModel(hf.BertConfig(vocab_size=99, **{**settings, **changes})).eval()
+
+
+def distilbert(**changes):
+    hf = transformers()
+    torch.manual_seed(0)
+    settings = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "vocab_size": 99}
+    return hf.DistilBertModel(hf.DistilBertConfig(**{**settings, **changes})).eval()
+
+
+def batch(rows=3, length=7, lengths=(4, 7, 2)):
+    """(ids, attention_mask) of a batch padded on the right."""
+    torch.manual_seed(1)
+    ids = torch.randint(1, 99, (rows, length))
+    return ids, (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
+
+
+def encoder(batch_first=True, norm_first=False, dropout=0.0, layers=2, **more):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        16, 4, 32, dropout, batch_first=batch_first, norm_first=norm_first, activation="gelu", **more
+    )
+    return nn.TransformerEncoder(layer, layers, nn.LayerNorm(16), enable_nested_tensor=False).eval()
+
+
+def results(model, run, select=None):
+    """The output, where ``select`` looks at it, and all gradients of one run, by name."""
+    model.zero_grad()
+    y = run(model)
+    seen = y if select is None else y[select]
+    torch.manual_seed(7)
+    (seen * torch.randn(seen.shape, dtype=torch.float64).to(seen)).sum().backward()
+    grads = {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": seen.detach().double(), **grads}
+
+
+def assert_same_results(model, run, select=None, *, backend="reference", fallbacks=None, **options):
+    """A patched model gives what it gave before: to rounding in float64, and in float32 as exactly as before."""
+    double = copy.deepcopy(model).double()
+    exact = results(double, run, select)
+    with tfk.patch(double, backend=backend, **options) as report:
+        compare(results(double, run, select), exact, 1e-9)
+        assert report.fallbacks == (fallbacks or {}), report.fallbacks
+    stock = results(model, run, select)
+    with tfk.patch(model, backend=backend, **options) as report:
+        patched = results(model, run, select)
+        assert report.fallbacks == (fallbacks or {}), report.fallbacks
+    for name, truth in exact.items():
+        error, before = ((r[name] - truth).norm() for r in (patched, stock))
+        floor = 1e-6 * max(truth.norm(), 1e-2 * max(t.norm() for t in exact.values()))
+        assert error <= 2 * before + floor, f"{name}: error {error:.2e}, before {before:.2e}"
+
+
+def compare(given, wanted, tolerance):
+    assert given.keys() == wanted.keys()
+    scale = max(t.abs().max() for t in wanted.values())
+    for name, truth in wanted.items():
+        worst = (given[name] - truth).abs().max() if truth.numel() else 0.0
+        assert worst <= tolerance * scale, f"{name}: off by {worst:.2e}"

@@ -1,0 +1,136 @@
+"""patch() on torch.nn's own modules: same numbers, same parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+import tfm_kernels as tfk
+from tests.patching.models import assert_same_results, compare, encoder, results
+
+
+def masked_input(batch_first=True):
+    torch.manual_seed(2)
+    x = torch.randn(3, 7, 16, dtype=torch.float64)
+    hidden = torch.arange(7) >= torch.tensor([4, 7, 2])[:, None]
+    return (x if batch_first else x.transpose(0, 1)), hidden
+
+
+def dtype_of(model):
+    return next(model.parameters()).dtype
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_encoder(norm_first, batch_first, packed):
+    model = encoder(batch_first, norm_first)
+    x, hidden = masked_input(batch_first)
+    live = ~hidden if batch_first else ~hidden.T
+    run = lambda m: m(x.to(dtype_of(m)), src_key_padding_mask=hidden)
+    assert_same_results(model.train(), run, live, packed=packed)
+    with tfk.patch(model, packed=packed):
+        padding = run(model)[~live]
+    assert bool((padding == 0).all()) is packed
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_causal_encoder(packed):
+    x, hidden = masked_input()
+    future = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    run = lambda m: m(x.to(dtype_of(m)), mask=future, src_key_padding_mask=hidden)
+    assert_same_results(encoder().train(), run, ~hidden, packed=packed)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_packed_dropout_is_the_padded_one(norm_first, batch_first):
+    model = encoder(batch_first, norm_first, dropout=0.3).train()
+    x, hidden = masked_input(batch_first)
+    live = ~hidden if batch_first else ~hidden.T
+
+    def run(m):
+        torch.manual_seed(3)
+        return m(x.to(dtype_of(m)), src_key_padding_mask=hidden)
+
+    model.double()
+    got = {}
+    for packed in (False, True):
+        with tfk.patch(model, packed=packed, backend="reference") as report:
+            got[packed] = results(model, run, live)
+            assert report.fallbacks == {}
+    compare(got[True], got[False], 1e-12)
+
+
+def test_transformer():
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 4, 1, 2, 32, 0.0, batch_first=True)
+    src, hidden = masked_input()
+    tgt = torch.randn(3, 5, 16, dtype=torch.float64)
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+
+    def run(m):
+        dtype = dtype_of(m)
+        return m(
+            src.to(dtype), tgt.to(dtype), tgt_mask=causal.to(dtype), tgt_is_causal=True,
+            src_key_padding_mask=hidden, memory_key_padding_mask=hidden,
+        )  # fmt: skip
+
+    assert_same_results(model, run)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_attention(need_weights):
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(16, 4, kdim=12, vdim=10, batch_first=True)
+    q, k, v = (torch.randn(2, n, e, dtype=torch.float64) for n, e in ((3, 16), (5, 12), (5, 10)))
+
+    def run(m):
+        inputs = (t.to(dtype_of(m)) for t in (q, k, v))
+        out, weights = m(*inputs, need_weights=need_weights)
+        return torch.cat([out.flatten(), weights.flatten()]) if need_weights else out
+
+    assert_same_results(model, run)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16)),
+        nn.LayerNorm((7, 16)),
+        nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.0), nn.Linear(32, 16), nn.Dropout(0.0)),
+        nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32, bias=False), nn.SiLU(), nn.Linear(32, 4)),
+    ],
+    ids=["norms", "norm2d", "ffn", "prenorm_ffn"],
+)
+def test_norms_and_feed_forward(model):
+    x, _ = masked_input()
+    assert_same_results(model, lambda m: m(x.to(dtype_of(m))))
+    with tfk.patch(model) as report:
+        assert report.replaced
+
+
+def test_convolutions_of_width_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(16, 32, 1), nn.ReLU(), nn.Dropout(0.0), nn.Conv1d(32, 16, 1))
+    x, _ = masked_input()
+    assert_same_results(model, lambda m: m(x.transpose(1, 2).to(dtype_of(m))))
+    with tfk.patch(model):
+        assert model(x.float().transpose(1, 2)).is_contiguous()
+    wide = nn.Sequential(nn.Conv1d(16, 32, 3), nn.ReLU(), nn.Conv1d(32, 16, 1))
+    assert not tfk.patch(wide).replaced
+
+
+def test_nested_tensors_keep_torch_code():
+    """torch's own stack, here behind a subclass that no recipe knows, hands its layers nested tensors in eval."""
+
+    class Stack(nn.TransformerEncoder):
+        pass
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = Stack(layer, 2).eval()
+    x, hidden = masked_input()
+    with torch.no_grad():
+        wanted = model(x.float(), src_key_padding_mask=hidden)
+        with tfk.patch(model):
+            torch.testing.assert_close(model(x.float(), src_key_padding_mask=hidden), wanted)
