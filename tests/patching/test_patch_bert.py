@@ -208,7 +208,7 @@ def no_eager_fallback(report):
     assert report.fallbacks == {}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(backend):
     model, (ids, mask) = bert(num_hidden_layers=1), batch()
     stock = run_on(ids, mask)(model)

@@ -1,6 +1,7 @@
 """Putting the fused layers into existing models, and taking them out again."""
 
 from . import bert as bert
+from . import distilbert as distilbert
 from . import sequential as sequential
 from . import torch_encoder as torch_encoder
 from . import torch_nn as torch_nn

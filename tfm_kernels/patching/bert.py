@@ -1,26 +1,23 @@
 """BERT and the families whose code is the same to the letter: RoBERTa, XLM-R, CamemBERT, Electra, MiniLM ...
 
-Three recipes: the whole layer; LayerNorm(dropout(dense(x)) + residual), which serves the layers whose other parts must
-keep their own code; and the stack of layers, which runs padded batches packed.
+Two recipes: the whole layer, and the stack of layers, which runs padded batches packed. Those of bert_output.py serve
+the calls in which a layer falls back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from . import block, guard, huggingface
+from .bert_output import FEED_FORWARD_CHUNK, INTERMEDIATE, OUTPUT, RECIPES, add_norm, feed_forward, feed_forward_chunk
 from .packed import Packed
 from .recipe import Recipe, register_recipe
-from .source import fingerprint
-from .swap import fell_back, options, original_class
+from .source import has_children, says
+from .swap import fell_back, options
 
 # fingerprints of transformers 5.23 (source.py); another version's code is known only where it says the same
-OUTPUT = "bd131388eee1"
-INTERMEDIATE = "8e7087e943e0"
-FEED_FORWARD_CHUNK = "7d18a4174290"
 LAYER = "ac84bc5ca61e"
 ATTENTION = "574dc55f2d17"
 SELF_ATTENTION = "65540536d70a"
@@ -33,53 +30,6 @@ _LINEARS = (
 _NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
 _DROPOUTS = ("attention.self.dropout", "attention.output.dropout", "output.dropout")
 _HOLDERS = ("attention", "attention.self", "attention.output", "intermediate", "output")
-
-
-def says(module: Any, method: str, *known: str) -> bool:
-    """Whether a module's own class has exactly the known code for ``method``, and is called in the ordinary way."""
-    cls = original_class(module)
-    return cls.__call__ is nn.Module.__call__ and fingerprint(getattr(cls, method, len)) in known
-
-
-def has_children(module: nn.Module, *names: str) -> bool:
-    """Whether the module has children at these dotted paths."""
-    for name in names:
-        inner: Any = module
-        for part in name.split("."):
-            inner = getattr(inner, "_modules", {}).get(part)
-        if inner is None:
-            return False
-    return True
-
-
-# --- LayerNorm(dropout(dense(x)) + residual) --------------------------------------------------------------------------
-
-
-def _recognise_output(module: nn.Module) -> bool | str:
-    if not has_children(module, "dense", "LayerNorm", "dropout") or len(module._modules) != 3:
-        return False
-    if not says(module, "forward", OUTPUT):
-        return guard.UNKNOWN_FORWARD
-    return _why_not_output(module) or True
-
-
-def _why_not_output(module: nn.Module) -> str | None:
-    if guard.hooked_everywhere():
-        return guard.GLOBAL_HOOKS
-    return guard.why_not_plain(module, "LayerNorm", nn.LayerNorm) or guard.why_not_plain(module, "dropout", nn.Dropout)
-
-
-def _fuse_output(original: Any) -> type:
-    class Fused(original):
-        def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-            reason = _why_not_output(self)
-            if reason is not None:
-                fell_back(self, reason)
-                return super().forward(hidden_states, input_tensor)
-            p, backend = block.dropout_p(self.dropout), options(self).backend
-            return block.add_norm(self.dense(hidden_states), input_tensor, self.LayerNorm, dropout_p=p, backend=backend)
-
-    return Fused
 
 
 # --- the layer --------------------------------------------------------------------------------------------------------
@@ -155,74 +105,26 @@ def _fuse_layer(original: Any) -> type:
             return _layer(self, hidden_states, attention_mask, kwargs)
 
         def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
-            return _feed_forward_chunk(self, attention_output, super().feed_forward_chunk)
+            return feed_forward_chunk(self, attention_output, super().feed_forward_chunk)
 
     return Fused
-
-
-def _recognise_feed_forward(module: nn.Module) -> bool | str:
-    if not has_children(module, "intermediate.dense", "output.dense", "output.LayerNorm", "output.dropout"):
-        return False
-    known = (
-        says(module, "feed_forward_chunk", FEED_FORWARD_CHUNK)
-        and says(module.intermediate, "forward", INTERMEDIATE)
-        and says(module.output, "forward", OUTPUT)
-    )
-    return (_why_not_feed_forward(module) or True) if known else guard.UNKNOWN_FORWARD
-
-
-def _why_not_feed_forward(layer: Any) -> str | None:
-    if guard.hooked_everywhere():
-        return guard.GLOBAL_HOOKS
-    if guard.hooked(layer.intermediate) or guard.hooked(layer.output):
-        return "intermediate or output has hooks"
-    return (
-        guard.why_not_plain(layer, "intermediate.dense", nn.Linear)
-        or guard.why_not_plain(layer, "output.dense", nn.Linear)
-        or guard.why_not_plain(layer, "output.LayerNorm", nn.LayerNorm)
-        or guard.why_not_plain(layer, "output.dropout", nn.Dropout)
-        or block.why_not_activation(layer.intermediate.intermediate_act_fn)
-    )
-
-
-def _fuse_feed_forward(original: Any) -> type:
-    class Fused(original):
-        def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
-            return _feed_forward_chunk(self, attention_output, super().feed_forward_chunk)
-
-    return Fused
-
-
-def _feed_forward_chunk(self: Any, x: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
-    reason = _why_not_feed_forward(self)
-    if reason is not None:
-        fell_back(self, reason)
-        return original(x)
-    return _feed_forward(self, x, None, options(self).backend)
-
-
-def _feed_forward(self: Any, x: Tensor, rows: Tensor | None, backend: str | None) -> Tensor:
-    name: Any = block.activation(self.intermediate.intermediate_act_fn)
-    y = block.feed_forward(x, self.intermediate.dense, self.output.dense, name, backend=backend)
-    return _add_norm(self.output, y, x, rows, backend)
 
 
 def _layer(self: Any, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
     """x = LN(x + dropout(out(attention(x)))); x = LN(x + dropout(ffn(x)))."""
-    attention, backend = self.attention.self, options(self).backend
-    q, k, v = (block.linear(x, layer) for layer in (attention.query, attention.key, attention.value))
-    q, k, v = (block.split_heads(t, attention.num_attention_heads) for t in (q, k, v))
-    p = attention.dropout.p if attention.training else 0.0
-    mask = huggingface.causal_if_unmasked(attention, mask, q, kwargs)
-    context = block.attend(q, k, v, mask, scale=attention.scaling, dropout_p=p, backend=backend)
-    out, rows = self.attention.output, mask.index if isinstance(mask, Packed) else None
-    x = _add_norm(out, block.linear(block.merge_heads(context), out.dense), x, rows, backend)
-    return _feed_forward(self, x, rows, backend)
-
-
-def _add_norm(output: Any, x: Tensor, residual: Tensor, rows: Tensor | None, backend: str | None) -> Tensor:
-    p = block.dropout_p(output.dropout)
-    return block.add_norm(x, residual, output.LayerNorm, dropout_p=p, dropout_rows=rows, backend=backend)
+    attention, output, backend = self.attention.self, self.attention.output, options(self).backend
+    rows = mask.index if isinstance(mask, Packed) else None
+    context = block.self_attention(
+        x,
+        (attention.query, attention.key, attention.value),
+        attention.num_attention_heads,
+        huggingface.causal_if_unmasked(attention, mask, x.shape[-2], kwargs),
+        scale=attention.scaling,
+        dropout_p=attention.dropout.p if attention.training else 0.0,
+        backend=backend,
+    )
+    x = add_norm(output, block.linear(context, output.dense), x, rows, backend)
+    return feed_forward(self, x, rows, backend)
 
 
 # --- the stack --------------------------------------------------------------------------------------------------------
@@ -270,11 +172,10 @@ def _fuse_encoder(original: Any) -> type:
     return Fused
 
 
-def _layer_children(layer: nn.Module) -> list[nn.Module]:
-    return [guard.child(layer, path) for path in (*_LINEARS, *_NORMS, *_DROPOUTS, *_HOLDERS)] + [
-        inner
-        for inner in layer.intermediate.children()  # type: ignore[union-attr]
-    ]
+def _layer_children(layer: Any) -> list[nn.Module]:
+    """What a fused layer runs itself; the two outputs get a recipe of their own, for the calls that fall back."""
+    held = [guard.child(layer, path) for path in (*_LINEARS, *_NORMS, *_DROPOUTS, *_HOLDERS[:2])]
+    return [*held, layer.intermediate, *layer.intermediate.children()]
 
 
 register_recipe(
@@ -291,17 +192,5 @@ register_recipe(
     ),
     first=False,
 )  # fmt: skip
-register_recipe(
-    Recipe(
-        "bert.feed_forward", _recognise_feed_forward, _fuse_feed_forward, "feed-forward, sum and LayerNorm",
-        lambda layer: [guard.child(layer, path) for path in ("intermediate", *_LINEARS[4:])],
-    ),
-    first=False,
-)  # fmt: skip
-register_recipe(
-    Recipe(
-        "bert.output", _recognise_output, _fuse_output, "dropout, sum and LayerNorm in one pass",
-        lambda module: [module.LayerNorm, module.dropout],  # type: ignore[list-item]
-    ),
-    first=False,
-)  # fmt: skip
+for _recipe in RECIPES:
+    register_recipe(_recipe, first=False)

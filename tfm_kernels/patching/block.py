@@ -68,6 +68,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any)
     return ops.attention(query, key, value, mask, **options)  # type: ignore[return-value]
 
 
+def self_attention(x: Tensor, projections: tuple[nn.Module, ...], heads: int, mask: Any, **options: Any) -> Tensor:
+    """Attention of ``x`` (..., T, E) to itself by three nn.Linear; the heads' results side by side."""
+    query, key, value = (split_heads(linear(x, layer), heads) for layer in projections)
+    return merge_heads(attend(query, key, value, mask, **options))
+
+
 def linear(x: Tensor, layer: nn.Module) -> Tensor:
     """An nn.Linear by its weights."""
     return F.linear(x, layer.weight, layer.bias)  # type: ignore[arg-type]

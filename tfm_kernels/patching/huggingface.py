@@ -76,7 +76,7 @@ def _attention_on(backend: str | None) -> Callable[..., Any]:
             swap.fell_back(module, reason)
             attention_mask = _dense(attention_mask, query, key)
             return _stock(module, query, key, value, attention_mask, dropout, scaling, position_bias, kwargs)
-        attention_mask = causal_if_unmasked(module, attention_mask, query, kwargs)
+        attention_mask = causal_if_unmasked(module, attention_mask, query.shape[-2], kwargs)
         if position_bias is not None and _is_cross_attention_of_t5(module):
             position_bias = None  # a tensor of zeros
         options = {"bias": position_bias, "scale": scaling, "dropout_p": dropout}
@@ -96,9 +96,9 @@ def unknown_keywords(kwargs: dict[str, Any]) -> str | None:
     return f"its attention was called with {', '.join(unknown)}" if unknown else None
 
 
-def causal_if_unmasked(module: nn.Module, mask: Any, query: Tensor, kwargs: dict[str, Any]) -> Any:
+def causal_if_unmasked(module: nn.Module, mask: Any, queries: int, kwargs: dict[str, Any]) -> Any:
     """The mask of a call, with what None stands for written out; a mask, where there is one, says all."""
-    if mask is not None or query.shape[-2] == 1:
+    if mask is not None or queries == 1:
         return mask
     given = kwargs.get("is_causal")
     return Mask.causal() if (getattr(module, "is_causal", True) if given is None else given) else None

@@ -17,6 +17,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from torch import nn
+
+from .swap import original_class
+
 _IGNORED = {"annotation", "returns", "decorator_list", "type_comment", "type_params", "ctx", "kind", "type_ignores"}
 
 
@@ -49,6 +53,23 @@ def _canonical(node: Any) -> str:
     if isinstance(node, list):
         return f"[{','.join(map(_canonical, node))}]"
     return repr(node)
+
+
+def says(module: Any, method: str, *known: str) -> bool:
+    """Whether a module's own class has exactly the known code for ``method``, and is called in the ordinary way."""
+    cls = original_class(module)
+    return cls.__call__ is nn.Module.__call__ and fingerprint(getattr(cls, method, len)) in known
+
+
+def has_children(module: nn.Module, *paths: str) -> bool:
+    """Whether the module has children at these dotted paths."""
+    for path in paths:
+        inner: Any = module
+        for name in path.split("."):
+            inner = getattr(inner, "_modules", {}).get(name)
+        if inner is None:
+            return False
+    return True
 
 
 def main(names: list[str]) -> None:

@@ -1,0 +1,137 @@
+"""DistilBERT: its block, and the stack of blocks, which runs padded batches packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import block, guard, huggingface
+from .packed import Packed
+from .recipe import Recipe, register_recipe
+from .source import has_children, says
+from .swap import fell_back, options
+
+# fingerprints of transformers 5.23 (source.py)
+SELF_ATTENTION = "573163dc6254"
+FFN = "635d21d5fa88"
+FFN_CHUNK = "3f3380531fd2"
+BLOCK = "91edca288f4c"
+STACK = "f0b8307e43a5"
+
+_LINEARS = ("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2")
+_NORMS = ("sa_layer_norm", "output_layer_norm")
+_DROPOUTS = ("attention.dropout", "ffn.dropout")
+
+
+def _recognise(module: nn.Module) -> bool | str:
+    if not has_children(module, *_LINEARS, *_NORMS):
+        return False
+    known = (
+        says(module, "forward", BLOCK)
+        and says(module.attention, "forward", SELF_ATTENTION)
+        and says(module.ffn, "forward", FFN)
+        and says(module.ffn, "ff_chunk", FFN_CHUNK)
+    )
+    return (_why_not_children(module) or True) if known else guard.UNKNOWN_FORWARD
+
+
+def _why_not_children(layer: Any) -> str | None:
+    if guard.hooked_everywhere():
+        return guard.GLOBAL_HOOKS
+    for paths, cls in ((_LINEARS, nn.Linear), (_NORMS, nn.LayerNorm), (_DROPOUTS, nn.Dropout)):
+        for path in paths:
+            reason = guard.why_not_plain(layer, path, cls)
+            if reason is not None:
+                return reason
+    for path in ("attention", "ffn"):
+        if guard.hooked(guard.child(layer, path)):
+            return f"{path} has hooks"
+    return block.why_not_activation(layer.ffn.activation)
+
+
+def _why_not(layer: Any, kwargs: dict[str, Any]) -> str | None:
+    if layer.ffn.chunk_size_feed_forward:
+        return "config.chunk_size_feed_forward is set"
+    if not huggingface.is_ours(layer.attention.config):
+        return "its model's attention implementation was set to another one"
+    if huggingface.wants_weights(kwargs):
+        return "output_attentions was asked for"
+    return huggingface.unknown_keywords(kwargs) or _why_not_children(layer)
+
+
+def _fuse(original: Any) -> type:
+    class Fused(original):
+        def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+            if not isinstance(attention_mask, Packed):  # the stack that packed has asked already
+                reason = _why_not(self, kwargs)
+                if reason is not None:
+                    fell_back(self, reason)
+                    return super().forward(hidden_states, attention_mask, **kwargs)
+            return _block(self, hidden_states, attention_mask, kwargs)
+
+    return Fused
+
+
+def _block(self: Any, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
+    """x = LN(x + out(attention(x))); x = LN(x + dropout(ffn(x)))."""
+    attention, ffn, backend = self.attention, self.ffn, options(self).backend
+    context = block.self_attention(
+        x,
+        (attention.q_lin, attention.k_lin, attention.v_lin),
+        attention.n_heads,
+        huggingface.causal_if_unmasked(attention, mask, x.shape[-2], kwargs),
+        scale=attention.scaling,
+        dropout_p=attention.dropout.p if attention.training else 0.0,
+        backend=backend,
+    )
+    x = block.add_norm(block.linear(context, attention.out_lin), x, self.sa_layer_norm, backend=backend)
+    name: Any = block.activation(ffn.activation)
+    y = block.feed_forward(x, ffn.lin1, ffn.lin2, name, backend=backend)
+    p, rows = block.dropout_p(ffn.dropout), mask.index if isinstance(mask, Packed) else None
+    return block.add_norm(y, x, self.output_layer_norm, dropout_p=p, dropout_rows=rows, backend=backend)
+
+
+def _recognise_stack(module: nn.Module) -> bool | str:
+    if not isinstance(module._modules.get("layer"), nn.ModuleList) or len(module._modules) != 1:
+        return False
+    if not all(_recognise(layer) for layer in module.layer):  # type: ignore[union-attr]
+        return False
+    return says(module, "forward", STACK) or guard.UNKNOWN_FORWARD
+
+
+def _fuse_stack(original: Any) -> type:
+    class Fused(original):
+        def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+            def why_not(layer: nn.Module) -> str | None:
+                return _why_not(layer, kwargs)
+
+            packed = huggingface.packing(self, attention_mask, hidden_states, self.layer, why_not)
+            if packed is None:
+                return super().forward(hidden_states, attention_mask, **kwargs)
+            outputs = super().forward(packed.pack(hidden_states), packed, **kwargs)
+            outputs.last_hidden_state = packed.unpack(outputs.last_hidden_state)
+            return outputs
+
+    return Fused
+
+
+def _covers(layer: Any) -> list[nn.Module]:
+    held = [guard.child(layer, path) for path in (*_LINEARS, *_NORMS, *_DROPOUTS, "attention", "ffn")]
+    return [*held, *layer.ffn.children()]
+
+
+register_recipe(
+    Recipe(
+        "distilbert.stack", _recognise_stack, _fuse_stack, "padded batches run packed; padded positions give 0",
+        packs=True,
+    ),
+    first=False,
+)  # fmt: skip
+register_recipe(
+    Recipe(
+        "distilbert.block", _recognise, _fuse,
+        "projections, attention, sum and LayerNorm, feed-forward, sum and LayerNorm", _covers,
+    ),
+    first=False,
+)  # fmt: skip
