@@ -1,0 +1,169 @@
+"""prove(): the patched model makes no larger errors than PyTorch itself, on your model and your inputs."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import modules, padding, steps
+from .report import ProofReport as ProofReport
+from .report import Row as Row
+from .rule import Judge
+from .runs import Call, Run, device_of, forward, run
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def prove(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    steps: int = 0,
+    limit: float = 1.05,
+) -> ProofReport:
+    """Compares the patched model with the original, tensor by tensor, against a float64 run of the original.
+
+    error(patched) <= limit * error(original) + what chance and the last rounding explain       (P.1; proof/rule.py)
+
+    Compared are the outputs, with and without a graph; the gradient of every parameter, and of inputs that require one;
+    ``steps`` training steps; and each replaced module alone, outputs and gradients, on the inputs that the original
+    feeds it, so that a failure has a name. In training mode dropout is on, and both models drop the same elements.
+
+    Args:
+        model: unpatched, or patched; in evaluation or training mode. It is copied, never changed.
+        inputs: what to call it with: a tensor, a tuple of arguments, or a dict of arguments by name.
+        loss_fn: maps the model's output to the scalar to differentiate. None takes a fixed random weighting of every
+            floating output.
+        dtype: float16, bfloat16, float32 or float64 to run both models in; None is the model's own.
+        steps: how many steps of SGD with momentum both models take, for the weights to be compared after.
+        limit: the allowed ratio of errors in 16-bit types; float32 allows 2 / 1.05 times as much, since there the order
+            of summation makes the error.
+
+    Returns:
+        A report: ``passed``, ``worst``, ``culprits``, ``table()``, ``to_json()``. Positions that a padding mask
+        (attention_mask, src_key_padding_mask, ...) hides are left out where the patched model did not compute them.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        RuntimeError: the patched model cannot run the call.
+
+    Cost: three copies of the model, one in float64; three times forward and backward, and as much for the modules.
+
+    Example:
+        >>> report = prove(model, {"input_ids": ids, "attention_mask": mask}, dtype=torch.bfloat16)
+        >>> assert report.passed, report.table()
+    """
+    from .. import patching
+
+    return _prove(model, inputs, loss_fn, dtype, steps, limit, patching.patch, patching.unpatch, lambda stage: None)
+
+
+def _prove(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: Callable[[Any], Tensor] | None,
+    dtype: torch.dtype | None,
+    count: int,
+    limit: float,
+    patch: Callable[[nn.Module], Any],
+    unpatch: Callable[[nn.Module], Any],
+    progress: Callable[[str], None],
+) -> ProofReport:
+    """prove() with the way of patching as an argument, and a function that is told of each stage."""
+    started = time.perf_counter()
+    _check(model, loss_fn, dtype, count, limit)
+    own = dtype or _lowest_dtype(model)
+    judge = Judge(own, float(limit))
+    call = Call.of(inputs).to(dtype)
+
+    progress("copying")
+    stock = copy.deepcopy(model)
+    unpatch(stock)
+    stock = stock if dtype is None else stock.to(dtype)
+    exact, patched = copy.deepcopy(stock).double(), copy.deepcopy(stock)
+    patch(patched)
+    names = modules.replaced(stock, patched)
+    report = ProofReport(type(model).__name__, str(own)[6:], float(limit), model.training, names)
+    if not names:
+        report.notes.append("nothing was replaced: both models run the same code")
+
+    def execute(what: str, each: nn.Module, width: torch.dtype | None = None, only: Any = None) -> Run:
+        progress(f"{what}, forward and backward")
+        return run(each, call.to(width), own, loss_fn=loss_fn, only=only, ignored=ignored)
+
+    arguments = call.named(stock)
+    masks = padding.masks(arguments)
+    progress("patched model, forward")
+    try:
+        shown = forward(patched, call.to(None))
+    except Exception as error:
+        forward(stock, call.to(None))  # where the call itself is wrong, this raises the original's own error
+        raise RuntimeError(f"prove: the patched {report.model} fails where the original runs: {error}") from error
+    ignored = padding.padded(shown, masks, arguments)
+    for name, mask in ignored.items():
+        report.notes.append(f"{name}: {int(mask.sum())} of {mask.numel()} positions are padding and not compared")
+    old = execute("original", stock)
+    new = execute("patched model", patched, only=old.outputs)
+    with torch.autocast(device_of(stock, call).type, enabled=False):
+        truth = execute("original in float64", exact, torch.float64, only=old.outputs)
+    outputs = [_without_padding(done.outputs, ignored) for done in (truth, old, new)]
+    report.rows += judge.compare("output", *outputs, module="", leaning=0.05)
+    if not model.training:
+        progress("patched model without a graph")
+        with torch.no_grad():
+            plain = forward(patched, call.to(None))
+        left_out = padding.padded(plain, masks, arguments)
+        outputs = [_without_padding(values, left_out) for values in (truth.outputs, old.outputs, plain)]
+        renamed = [{f"{name}, no_grad": value for name, value in values.items()} for values in outputs]
+        report.rows += judge.compare("output", *renamed, module="", leaning=0.05)
+    report.rows += judge.compare("gradient", truth.gradients, old.gradients, new.gradients)
+
+    if names:
+        progress("recording the inputs of the replaced modules")
+        calls, notes = modules.record(exact, call.to(torch.float64), names, own)
+        report.notes += notes
+        report.rows += modules.compare_alone((exact, stock, patched), calls, judge, report.notes, progress)
+    if count:
+        rate = steps.learning_rate(exact, truth.gradients)
+        paths = []
+        for what, each, width in (
+            ("float64", exact, torch.float64),
+            ("original", stock, None),
+            ("patched", patched, None),
+        ):
+            tell = lambda stage, what=what: progress(f"{what}, {stage}")  # noqa: E731
+            paths.append(steps.train(each, call.to(width), own, count, rate, loss_fn, ignored, tell))
+        report.rows += judge.compare("step", *(path.losses for path in paths), module="")
+        report.rows += judge.compare("step", *(path.moves for path in paths))
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _without_padding(outputs: dict[str, Tensor], ignored: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[~ignored[name]] if name in ignored else value for name, value in outputs.items()}
+
+
+def _lowest_dtype(model: nn.Module) -> torch.dtype:
+    """The floating dtype of the model's parameters; of several, the one with the largest rounding."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.dtype in DTYPES}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.get_default_dtype())
+
+
+def _check(model: Any, loss_fn: Any, dtype: Any, count: Any, limit: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prove: model must be a torch.nn.Module, got {type(model).__name__}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"prove: loss_fn must be a function or None, got {type(loss_fn).__name__}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"prove: dtype must be float16, bfloat16, float32, float64 or None, got {dtype}")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(f"prove: steps must be an integer >= 0, got {count!r}")
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 1.0 <= limit < float("inf"):
+        raise ValueError(f"prove: limit must be a finite number >= 1, got {limit!r}")

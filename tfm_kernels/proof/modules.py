@@ -1,0 +1,128 @@
+"""Every replaced module on its own: fed what the original feeds it, compared with what PyTorch makes of that.
+
+A whole model tells that something is wrong; a module fed alone tells where. Hooks on the patched model would switch
+fusion off, so the inputs are recorded in a float64 run of the original.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..testing.same_dropout import same_dropout
+from .report import Row
+from .rule import Judge
+from .runs import SEED, Call, device_of, run, seeded
+
+
+def replaced(original: nn.Module, patched: nn.Module) -> list[str]:
+    """Names of the modules that patching changed.
+
+    That is: their class, their forward, or the attention implementation they look up in their configuration (of nested
+    modules that share one configuration, the innermost).
+    """
+    others = dict(patched.named_modules())
+    changed, looked_up = [], []
+    for name, module in original.named_modules():
+        other = others.get(name)
+        if (
+            other is None
+            or type(other) is not type(module)
+            or "forward" in other.__dict__.keys() - module.__dict__.keys()
+        ):
+            changed.append(name)
+        elif _attention_of(module) != _attention_of(other):
+            looked_up.append(name)
+    inner = [
+        name for name in looked_up if not any(o != name and o.startswith(f"{name}." if name else "") for o in looked_up)
+    ]
+    return [name for name, _ in original.named_modules() if name in changed or name in inner]
+
+
+def _attention_of(module: nn.Module) -> Any:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -> tuple[dict[str, Call], list[str]]:
+    """Runs the float64 model once and keeps the arguments of the first call of each module, in ``dtype``.
+
+    Returns:
+        name -> arguments, and a note for each module whose arguments could not be kept.
+    """
+    calls: dict[str, Call] = {}
+    notes: list[str] = []
+    handles = []
+    for name in names:
+
+        def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+            if name not in calls:
+                try:
+                    calls[name] = Call(args, kwargs).to(dtype)
+                except Exception as error:  # an argument that cannot be copied: any class may refuse in its own way
+                    notes.append(f"{name} was not fed alone: its arguments cannot be copied ({_first_line(error)})")
+                    calls[name] = Call((), {"uncopied": True})
+
+        handles.append(model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True))
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it would pass the children of a layer by
+    device = device_of(model, call)
+    try:
+        with torch.no_grad(), seeded(SEED, device), same_dropout(device):
+            model(*call.args, **call.kwargs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for handle in handles:
+            handle.remove()
+    notes += [
+        f"{name} was not fed alone: this call of the model does not reach it" for name in names if name not in calls
+    ]
+    return {name: kept for name, kept in calls.items() if "uncopied" not in kept.kwargs}, notes
+
+
+def compare_alone(
+    models: tuple[nn.Module, nn.Module, nn.Module],
+    calls: dict[str, Call],
+    judge: Judge,
+    notes: list[str],
+    progress: Callable[[str], None],
+) -> Iterator[Row]:
+    """Outputs and gradients of each module fed alone.
+
+    Args:
+        models: the float64 original, the original and the patched model in the judge's dtype.
+        calls: name -> arguments.
+        judge: the rule.
+        notes: grows by the modules that the original itself cannot run alone.
+        progress: told of each module.
+    """
+    for number, (name, call) in enumerate(calls.items()):
+        progress(f"module {number + 1} of {len(calls)}, {name}")
+        exact_module, stock_module, patched_module = (model.get_submodule(name) for model in models)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                exact = run(exact_module, call.to(torch.float64, all_gradients=True), judge.dtype)
+                stock = run(stock_module, call.to(judge.dtype, all_gradients=True), judge.dtype)
+        except Exception as error:  # what a module asks of its surroundings, only it knows
+            notes.append(f"{name} was not fed alone: the original cannot run so ({_first_line(error)})")
+            continue
+        try:
+            inputs = call.to(judge.dtype, all_gradients=True)
+            patched = run(patched_module, inputs, judge.dtype, only=stock.outputs)
+        except Exception as error:
+            detail = f"the patched module fails where the original runs ({type(error).__name__}: {_first_line(error)})"
+            yield Row("module", name, "call", 0, 0.0, float("inf"), 0.0, "form", detail)
+            continue
+        yield from judge.compare("module", exact.outputs, stock.outputs, patched.outputs, module=name, leaning=0.05)
+        gradients = [
+            {f"gradient of {key}": value for key, value in r.gradients.items()} for r in (exact, stock, patched)
+        ]
+        yield from judge.compare("module", *gradients, module=name, leaning=0.15)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,158 @@
+"""When the error of the patched model is small enough: no larger than what PyTorch itself makes in that dtype.
+
+R is a float64 run of the original on the very weights and inputs the dtype holds, S the original in the dtype, K the
+patched model in the dtype; |.| is the Frobenius norm, n the number of elements, u the dtype's unit roundoff.
+
+    |K - R| <= factor |S - R| + (0.02 u + 3 t / sqrt(m)) scale                                         (size)
+    |<K - R, R>| / <R, R> <= factor |<S - R, R>| / <R, R> + leaning + 4 |K - R| / (sqrt(rows) |R|)     (bias, 16 bits)
+
+factor is ``limit`` for 16-bit types, where storage rounding makes the error and a fused kernel rounds less often. For
+float32 and float64 it is limit * 2 / 1.05, so 2 by default: there the order of the sums makes it, which differs between
+any two libraries (rule C2 of the numeric contract, tfm_kernels/testing, has the same numbers).
+
+3 t / sqrt(m): m samples measure a typical error t = max(|S - R| / scale, that of all tensors of its kind together) only
+to about 1 / sqrt(m) of itself; three of these. Of a module fed alone the errors are fresh and m = n: 0.4 % for a weight
+of 384 x 1536. A whole model hands errors on, and those of a row lean on each other: m = rows, where two equally good
+programs (LayerNorm by two libraries, MiniLM in bfloat16) differed by up to 14 %.
+
+scale = max(|R|, |all| sqrt(n / N)): a tensor is never judged by less than its fair share, by elements, of the norm of
+all tensors of its kind. The gradient of a bias on attention's keys is 0 in exact arithmetic (softmax does not see it),
+so what any program computes there is rounding noise, large beside 0 and nothing beside the model's gradient.
+
+leaning = 0.05 u for outputs and 0.15 u for gradients (rule C3): 0.1 % too large is within the noise of bfloat16 in
+size, but not in direction.
+
+float64 cannot be measured against itself: there |K - R| <= 2^-40 scale, a hundred times what sums of 10^4 terms round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..testing.rounding import rounding
+from .report import Row
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The rule for one dtype and limit.
+
+    Attributes:
+        dtype: what both models ran in.
+        limit: factor for 16-bit types.
+    """
+
+    dtype: torch.dtype
+    limit: float
+
+    @property
+    def factor(self) -> float:
+        """The allowed ratio of errors, before what chance adds."""
+        return self.limit if rounding(self.dtype).narrow else self.limit * 2.0 / 1.05
+
+    def compare(
+        self,
+        kind: str,
+        truth: Mapping[str, Tensor],
+        stock: Mapping[str, Tensor],
+        patched: Mapping[str, Tensor],
+        *,
+        module: str | None = None,
+        leaning: float | None = None,
+    ) -> list[Row]:
+        """One row or two for each tensor of one kind; what only the patched model gives is not judged.
+
+        Args:
+            kind: of the rows.
+            truth: name -> R, float64.
+            stock: name -> S.
+            patched: name -> K.
+            module: the rows' module; None takes it from the tensor's name, "encoder.0.weight" -> "encoder.0".
+            leaning: what a leaning error may have in units of u; None leaves the second rule out.
+        """
+        rows, errors = [], {}
+        for name, exact in truth.items():
+            place, tensor = _place(kind, name, module)
+            problem = _form(exact, stock.get(name), patched.get(name))
+            if problem is None:
+                errors[name] = _Error(exact, stock[name], patched[name])
+                problem = errors[name].lost
+            if problem is not None:
+                rows.append(Row(kind, place, tensor, exact.numel(), 0.0, math.inf, 0.0, "form", problem))
+                errors.pop(name, None)
+        total = math.sqrt(sum(error.size**2 for error in errors.values()))
+        typical = math.sqrt(sum(error.stock**2 for error in errors.values())) / total if total else 0.0
+        elements = sum(error.elements for error in errors.values())
+        for name, error in errors.items():
+            if error.elements:
+                share = total * math.sqrt(error.elements / elements)
+                place, tensor = _place(kind, name, module)
+                samples = error.elements if kind == "module" else error.rows
+                rows.append(self._size(kind, place, tensor, error, max(error.size, share), typical, samples))
+                if leaning is not None and rounding(self.dtype).narrow and error.size > 0.5 * share:
+                    rows.append(self._bias(kind, place, tensor, error, leaning))
+        return rows
+
+    def _size(
+        self, kind: str, module: str, tensor: str, error: _Error, scale: float, typical: float, samples: int
+    ) -> Row:
+        scale = scale or 1.0  # everything is 0 in exact arithmetic
+        stock, patched = error.stock / scale, error.patched / scale
+        if self.dtype == torch.float64:
+            return Row(kind, module, tensor, error.elements, stock, patched, 2.0**-40)
+        chance = 3.0 * max(stock, typical) / math.sqrt(samples)
+        allowed = self.factor * stock + 0.02 * rounding(self.dtype).unit + chance
+        return Row(kind, module, tensor, error.elements, stock, patched, allowed)
+
+    def _bias(self, kind: str, module: str, tensor: str, error: _Error, leaning: float) -> Row:
+        chance = 4.0 * error.patched / error.size / math.sqrt(error.rows)
+        allowed = self.factor * error.stock_bias + leaning * rounding(self.dtype).unit + chance
+        return Row(kind, module, tensor, error.elements, error.stock_bias, error.patched_bias, allowed, "bias")
+
+
+class _Error:
+    """The errors of one tensor, where R is finite."""
+
+    def __init__(self, exact: Tensor, stock: Tensor, patched: Tensor) -> None:
+        exact, stock, patched = (t.detach().to("cpu", torch.float64) for t in (exact, stock, patched))
+        self.lost: str | None = None
+        finite = exact.isfinite()
+        lost = finite & stock.isfinite() & ~patched.isfinite()
+        if lost.any():
+            self.lost = f"{int(lost.sum())} elements are NaN or infinite that are finite in PyTorch"
+        used = finite & stock.isfinite() & patched.isfinite()
+        if not used.all():
+            exact, stock, patched = (t.where(used, 0.0) for t in (exact, stock, patched))
+        touched = used & ((exact != 0.0) | (stock != 0.0) | (patched != 0.0))  # most rows of an embedding are not
+        self.elements = int(touched.sum())
+        self.rows = max(1, int(touched.any(-1).sum()) if touched.dim() > 1 else self.elements)
+        self.size = float(exact.norm())
+        self.stock, self.patched = float((stock - exact).norm()), float((patched - exact).norm())
+        square = self.size**2 or 1.0
+        self.stock_bias = abs(float(((stock - exact) * exact).sum())) / square
+        self.patched_bias = abs(float(((patched - exact) * exact).sum())) / square
+
+
+def _form(exact: Tensor, stock: Tensor | None, patched: Tensor | None) -> str | None:
+    if patched is None:
+        return "the patched model has no such tensor"
+    if stock is None:
+        return "the original has no such tensor in this dtype"
+    if patched.shape != stock.shape:
+        return f"shape {tuple(patched.shape)} instead of {tuple(stock.shape)}"
+    if patched.dtype != stock.dtype:
+        return f"{str(patched.dtype)[6:]} instead of {str(stock.dtype)[6:]}"
+    return None
+
+
+def _place(kind: str, name: str, module: str | None) -> tuple[str, str]:
+    """The module and the words for a tensor: gradients and steps are known by their parameter's full name."""
+    if module is not None:
+        return module, name
+    path, _, last = name.rpartition(".")
+    return path, f"{kind} of {last}"

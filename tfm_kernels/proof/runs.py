@@ -1,0 +1,192 @@
+"""One run of a model: its outputs, and the gradients of its parameters and inputs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..testing.same_dropout import same_dropout
+
+SEED = 20170612  # of the dropout masks and the random weights of the outputs
+
+
+_NOTHING: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a module.
+
+    Attributes:
+        args: positional ones.
+        kwargs: by name.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @staticmethod
+    def of(inputs: Any) -> Call:
+        """A tensor is the one argument, a tuple or list are all of them, a mapping holds them by name."""
+        if isinstance(inputs, Mapping):
+            return Call((), dict(inputs))
+        if isinstance(inputs, (tuple, list)):
+            return Call(tuple(inputs), {})
+        if isinstance(inputs, Tensor):
+            return Call((inputs,), {})
+        raise TypeError(f"prove: inputs must be a tensor, a tuple or a dict of arguments, got {type(inputs).__name__}")
+
+    def to(self, dtype: torch.dtype | None, *, all_gradients: bool = False) -> Call:
+        """A copy that shares no memory, floating tensors in ``dtype`` (None keeps theirs).
+
+        They require gradients where the originals do, or all of them; what is no tensor is copied deeply.
+        """
+
+        def fresh(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return copy.deepcopy(value)
+            if not value.is_floating_point():
+                return value.detach().clone()
+            wanted = value.requires_grad or all_gradients
+            return value.detach().clone().to(dtype or value.dtype).requires_grad_(wanted)
+
+        args, kwargs = pytree.tree_map(fresh, (self.args, self.kwargs))
+        return Call(args, kwargs)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> floating tensor that requires a gradient."""
+        named = named_tensors({**dict(enumerate(self.args)), **self.kwargs}, "input")
+        return {name: value for name, value in named.items() if value.requires_grad}
+
+    def named(self, model: nn.Module) -> dict[str, Any]:
+        """The arguments by the names that the model's forward gives them."""
+        try:
+            bound = inspect.signature(model.forward).bind_partial(*self.args, **self.kwargs)
+        except (TypeError, ValueError):
+            return dict(self.kwargs)
+        variable = {p.name for p in bound.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
+        flat = {name: value for name, value in bound.arguments.items() if name not in variable}
+        return {**flat, **{k: v for name in variable for k, v in bound.arguments.get(name, {}).items()}}
+
+
+@dataclass
+class Run:
+    """What one run gave.
+
+    Attributes:
+        outputs: name -> floating output, detached.
+        gradients: name -> gradient of a parameter or input; parameters without one are left out.
+        loss: the loss in float64, where the gradients are those of a loss.
+    """
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+
+
+def forward(model: nn.Module, call: Call, *, seed: int = SEED) -> dict[str, Tensor]:
+    """The floating outputs, by name, detached."""
+    device = device_of(model, call)
+    with seeded(seed, device), same_dropout(device):
+        return {name: value.detach() for name, value in named_tensors(model(*call.args, **call.kwargs)).items()}
+
+
+def run(
+    model: nn.Module,
+    call: Call,
+    dtype: torch.dtype,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    only: Collection[str] | None = None,
+    ignored: Mapping[str, Tensor] = _NOTHING,
+    seed: int = SEED,
+) -> Run:
+    """Forward, and backward where a graph is recorded.
+
+    Args:
+        model: called as it is; its gradients are cleared before and after.
+        call: the arguments, already in the right dtype.
+        dtype: the dtype the random weights of the outputs are rounded to.
+        loss_fn: gives the scalar that is differentiated; None takes a fixed random weighting of every output.
+        only: the outputs that are weighted, by name; None takes all.
+        ignored: output -> bool over its leading axes, True at padding, which weighs nothing.
+        seed: of the dropout masks.
+    """
+    model.zero_grad(set_to_none=True)
+    device = device_of(model, call)
+    with seeded(seed, device), same_dropout(device):
+        result = model(*call.args, **call.kwargs)
+        outputs = named_tensors(result)
+        done = Run({name: value.detach() for name, value in outputs.items()})
+        if loss_fn is not None:
+            loss = loss_fn(result)
+            if not (isinstance(loss, Tensor) and loss.numel() == 1):
+                raise ValueError(f"prove: loss_fn must return a tensor of one element, got {_described(loss)}")
+            done.loss = loss.detach().double()
+            if loss.requires_grad:
+                loss.backward()
+        else:
+            outputs = {name: value for name, value in outputs.items() if only is None or name in only}
+            weights = {name: random_weights(name, value, dtype, ignored) for name, value in outputs.items()}
+            weighted = [(value.detach().double() * weights[n].double()).sum() for n, value in outputs.items()]
+            done.loss = torch.stack(weighted).sum() if weighted else None
+            tensors = [name for name, value in outputs.items() if value.requires_grad]
+            if tensors:
+                torch.autograd.backward([outputs[n] for n in tensors], [weights[n] for n in tensors])
+    leaves = {**dict(model.named_parameters()), **call.tensors()}
+    done.gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    for leaf in leaves.values():
+        leaf.grad = None
+    return done
+
+
+def random_weights(name: str, output: Tensor, dtype: torch.dtype, ignored: Mapping[str, Tensor]) -> Tensor:
+    """N(0, 1), rounded to ``dtype``, the same for every run; 0 at padding."""
+    generator = torch.Generator().manual_seed(SEED + sum(name.encode()))
+    weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(dtype).to(output.device)
+    if name in ignored:
+        mask = ignored[name]
+        weights = weights.masked_fill(mask.view(*mask.shape, *[1] * (output.dim() - mask.dim())), 0.0)
+    return weights.to(output.dtype)
+
+
+def named_tensors(result: Any, name: str = "output") -> dict[str, Tensor]:
+    """The floating tensors of a nested result, "output.logits"; what is no tensor is left out."""
+    if isinstance(result, Tensor):
+        return {name: result} if result.is_floating_point() else {}
+    if isinstance(result, Mapping):
+        parts = list(result.items())
+    elif isinstance(result, (tuple, list)):
+        parts = list(zip(getattr(result, "_fields", range(len(result))), result, strict=True))
+    else:
+        return {}
+    return {key: value for part, inner in parts for key, value in named_tensors(inner, f"{name}.{part}").items()}
+
+
+def device_of(model: nn.Module, call: Call) -> torch.device:
+    """Where the model lives, or its inputs where it has no parameters."""
+    first = next(model.parameters(), None)
+    if first is not None:
+        return first.device
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """A random state of its own for the block; the caller's comes back."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
