@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,46 @@ def why_not(op: Op, call: Any, backend: str) -> str | None:
     return op.support[backend](call)
 
 
+class Choices:
+    """What was chosen for calls that an op has checked before: the same call again costs a look-up instead of checks.
+
+    A key must hold all that the op's checks, SUPPORT and PREFER read of a call (shapes, dtypes, devices, options, the
+    backend that was named), so that a call which would be refused never finds one, and it must not hold a tensor. A key
+    of None is never found: for calls whose values matter, and while a graph is compiled, where checks cost nothing.
+    """
+
+    LIMIT = 4096  # then it starts anew; a program that grows its sequences token by token must not grow this for ever
+    _all: list[Choices] = []
+
+    def __init__(self) -> None:
+        self._names: dict[Hashable, str] = {}
+        Choices._all.append(self)
+
+    def get(self, key: Hashable) -> str | None:
+        """The backend that was chosen for a call of this key, or None where it has to be checked."""
+        try:
+            return None if key is None else self._names.get(key)
+        except TypeError:  # a list for a string, a symbolic size: the checks will find the words
+            return None
+
+    def keep(self, key: Hashable, name: str) -> str:
+        """Remembers a choice; returns it."""
+        try:
+            if key is not None:
+                if len(self._names) >= self.LIMIT:
+                    self._names.clear()
+                self._names[key] = name
+        except TypeError:
+            pass
+        return name
+
+    @staticmethod
+    def forget() -> None:
+        """Forgets the choices of all ops: to be called by whatever changes how select() answers."""
+        for choices in Choices._all:
+            choices._names.clear()
+
+
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
     """Runs every op inside the ``with`` block on one backend, as if each call had named it.
@@ -85,10 +125,12 @@ def use_backend(name: str | None) -> Iterator[None]:
     if name is not None and name not in BACKENDS:
         raise ValueError(f"use_backend: name must be one of {', '.join(BACKENDS)} or None, got {name!r}")
     before, _forced = _forced, name
+    Choices.forget()
     try:
         yield
     finally:
         _forced = before
+        Choices.forget()
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> str:
