@@ -22,10 +22,12 @@ def norm(z: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, r
     shape = (z.shape[-1],)
     if rms:
         return F.rms_norm(z, shape, None if weight is None else weight.to(z.dtype), eps)
-    mixed = any(p is not None and p.dtype != z.dtype for p in (weight, bias))
-    if mixed and not (z.device.type == "cpu" and z.dtype in (torch.float16, torch.bfloat16)):
+    dtype = z.dtype
+    if (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype):
+        return torch.layer_norm(z, shape, weight, bias, eps)  # F.layer_norm without its 1 us of Python
+    if not (z.device.type == "cpu" and z.dtype in (torch.float16, torch.bfloat16)):
         weight, bias = (None if p is None else p.to(z.dtype) for p in (weight, bias))
-    elif mixed:  # torch's CPU kernel takes float32 parameters, both of them
+    else:  # torch's CPU kernel takes float32 parameters, both of them
         weight = torch.ones(shape) if weight is None else weight.float()
         bias = torch.zeros(shape) if bias is None else bias.float()
     return F.layer_norm(z, shape, weight, bias, eps)

@@ -14,16 +14,17 @@ Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; Zhang, Sennrich 2019, arXiv:19
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _check, _library
-from .._backend import Op, register, select
+from .._backend import Choices, Op, register, select
 from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
+from .layer_norm_call import Call, describe, prefer
+from .layer_norm_call import key as choice_key
 
 COMPILED = ("cpu",)
 
@@ -97,21 +98,6 @@ def _gradients(ctx: Any, bwd: Any, needs: tuple, dy: Any, dz: Any, _dmean: Any, 
 _apply = _library.differentiate(FWD, BWD, _save, _gradients)
 
 
-@dataclass(frozen=True)
-class Call:
-    """What the choice of a backend depends on."""
-
-    device: str
-    dtype: torch.dtype
-    rows: int
-    features: int
-    mixed: bool
-    rms: bool
-    residual: bool
-    unbiased: bool
-    dropout_p: float
-
-
 def _aten_support(call: Call) -> str | None:
     return "PyTorch's layer_norm has no N - 1 variance" if call.unbiased else None
 
@@ -123,56 +109,24 @@ def _cpu_support(call: Call) -> str | None:
 
 
 SUPPORT = {"reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support}
+PREFER = prefer
+_CHOICES = Choices()
 
 
-def PREFER(call: Call) -> tuple[str, ...]:  # noqa: N802  (the design's name for it)
-    """Backends in the order of automatic choice."""
-    return ("cpu", "aten", "reference") if call.device == "cpu" else ("aten", "reference")
-
-
-def _describe(op: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, rms) -> Call:
-    _check.tensor(op, "x", x)
-    for name, value in (("residual", residual), ("weight", weight), ("bias", bias)):
-        _check.tensor(op, name, value, optional=True)
-    _check.tensor(op, "dropout_rows", dropout_rows, optional=True)
-    _check.floating(op, x=x, residual=residual, weight=weight, bias=bias)
-    _check.same_device(op, x=x, residual=residual, weight=weight, bias=bias, dropout_rows=dropout_rows)
-    _check.eps(op, eps)
-    if not isinstance(unbiased, bool):
-        raise TypeError(f"{op}: unbiased must be a bool, got {type(unbiased).__name__}")
-    least = 2 if unbiased else 1
-    if x.dim() < 1 or x.shape[-1] < least:
-        raise ValueError(f"{op}: x must have a last dimension of at least {least}, got shape {tuple(x.shape)}")
-    _check.shape(op, "residual", residual, x.shape, "x", x)
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    for name, value in (("weight", weight), ("bias", bias)):
-        _check.shape(op, name, value, x.shape[-1:], "x", x)
-        if value is not None and value.dtype not in (dtype, torch.float32):
-            raise ValueError(
-                f"{op}: {name} must be {_check.dtype_name(dtype)} or float32 to go with x, got "
-                f"{_check.dtype_name(value.dtype)}"
-            )
-    rows = x.numel() // x.shape[-1]
-    _check.dropout_rows(op, dropout_rows, rows)
-    mixed = any(p is not None and p.dtype != dtype for p in (weight, bias))
-    return Call(x.device.type, dtype, rows, x.shape[-1], mixed, rms, residual is not None, unbiased, dropout_p)
-
-
-def _run(op: Op, call: Call, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, backend):
-    """The way of one call once its arguments are checked: choose, then one of three doors. Returns (y, z)."""
-    name = select(op, call, backend)
+def _run(name: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, rms):
+    """The way of one call once its backend is chosen: one of three doors. Returns (y, z)."""
     if name in COMPILED:
-        y, z, _, _ = _apply(name, x, residual, weight, bias, eps, call.rms, unbiased, dropout_p, seed, dropout_rows)
+        y, z, _, _ = _apply(name, x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dropout_rows)
         return y, z
     module: Any = aten if name == "aten" else reference
     z = x if residual is None else module.add(x, residual, dropout_p, seed, dropout_rows)
     if name == "aten":
-        return aten.norm(z, weight, bias, eps, rms=call.rms), z
-    return reference.norm(z, weight, bias, eps, rms=call.rms, unbiased=unbiased), z
+        return aten.norm(z, weight, bias, eps, rms=rms), z
+    return reference.norm(z, weight, bias, eps, rms=rms, unbiased=unbiased), z
 
 
 def _describe_layer_norm(x, weight=None, bias=None, eps=1e-5, *, unbiased=False):
-    return _describe("layer_norm", x, None, weight, bias, eps, 0.0, None, None, unbiased, False)
+    return describe("layer_norm", x, None, weight, bias, eps, 0.0, None, None, unbiased, False)
 
 
 def _describe_add_layer_norm(
@@ -180,29 +134,28 @@ def _describe_add_layer_norm(
 ):
     _check.tensor("add_layer_norm", "residual", residual)
     _check.probability("add_layer_norm", "dropout_p", dropout_p)
-    return _describe("add_layer_norm", x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, False)
+    return describe("add_layer_norm", x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, False)
 
 
 def _describe_rms_norm(x, weight=None, eps=None):
-    return _describe("rms_norm", x, None, weight, None, _rms_eps("rms_norm", eps, x), 0.0, None, None, False, True)
+    eps = _DEFAULT_EPS if eps is None else eps
+    return describe("rms_norm", x, None, weight, None, eps, 0.0, None, None, False, True)
 
 
 def _describe_add_rms_norm(x, residual, weight=None, eps=None, *, dropout_p=0.0, seed=None, dropout_rows=None):
     _check.tensor("add_rms_norm", "residual", residual)
     _check.probability("add_rms_norm", "dropout_p", dropout_p)
-    eps = _rms_eps("add_rms_norm", eps, x, residual)
-    return _describe("add_rms_norm", x, residual, weight, None, eps, dropout_p, seed, dropout_rows, False, True)
+    eps = _DEFAULT_EPS if eps is None else eps
+    return describe("add_rms_norm", x, residual, weight, None, eps, dropout_p, seed, dropout_rows, False, True)
 
 
-def _rms_eps(op: str, eps: float | None, *tensors: Tensor) -> float:
+_DEFAULT_EPS = torch.finfo(torch.float32).eps  # of rms_norm, for all but float64
+
+
+def _rms_eps(x: Tensor, residual: Tensor | None = None) -> float:
     """torch's default: the machine epsilon of the dtype it computes in, float32 for 16-bit tensors."""
-    if eps is not None:
-        return eps
-    for value in tensors:
-        _check.tensor(op, "x", value)
-        _check.floating(op, x=value)
-    wide = any(value.dtype == torch.float64 for value in tensors)
-    return torch.finfo(torch.float64 if wide else torch.float32).eps
+    wide = x.dtype == torch.float64 or (residual is not None and residual.dtype == torch.float64)
+    return torch.finfo(torch.float64).eps if wide else _DEFAULT_EPS
 
 
 _LAYER_NORM = register(Op("layer_norm", SUPPORT, PREFER, _describe_layer_norm))
@@ -250,8 +203,14 @@ def layer_norm(
         >>> layer_norm(torch.randn(2, 5, 8), torch.ones(8)).shape
         torch.Size([2, 5, 8])
     """
-    call = _describe_layer_norm(x, weight, bias, eps, unbiased=unbiased)
-    return _run(_LAYER_NORM, call, x, None, weight, bias, eps, 0.0, None, None, unbiased, backend)[0]
+    key = choice_key("layer_norm", x, None, weight, bias, eps, 0.0, unbiased, backend)
+    name = _CHOICES.get(key)
+    if name is None:
+        call = _describe_layer_norm(x, weight, bias, eps, unbiased=unbiased)
+        name = _CHOICES.keep(key, select(_LAYER_NORM, call, backend))
+    if name == "aten":  # the door of small calls
+        return aten.norm(x, weight, bias, eps)
+    return _run(name, x, None, weight, bias, eps, 0.0, None, None, unbiased, False)[0]
 
 
 def add_layer_norm(
@@ -298,12 +257,19 @@ def add_layer_norm(
     Example:
         >>> y, z = add_layer_norm(torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), dropout_p=0.1)
     """
-    call = _describe_add_layer_norm(
-        x, residual, weight, bias, eps,
-        dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows, unbiased=unbiased,
-    )  # fmt: skip
-    seed = _check.seed("add_layer_norm", dropout_p, seed, x.device)
-    return _run(_ADD_LAYER_NORM, call, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, backend)
+    key = None
+    if residual is not None and dropout_rows is None:
+        key = choice_key("add_layer_norm", x, residual, weight, bias, eps, dropout_p, unbiased, backend)
+    name = _CHOICES.get(key)
+    if name is None:
+        call = _describe_add_layer_norm(
+            x, residual, weight, bias, eps,
+            dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows, unbiased=unbiased,
+        )  # fmt: skip
+        name = _CHOICES.keep(key, select(_ADD_LAYER_NORM, call, backend))
+    if seed is not None or dropout_p > 0.0:
+        seed = _check.seed("add_layer_norm", dropout_p, seed, x.device)
+    return _run(name, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, False)
 
 
 def rms_norm(
@@ -333,9 +299,15 @@ def rms_norm(
         >>> rms_norm(torch.randn(2, 5, 8), torch.ones(8)).shape
         torch.Size([2, 5, 8])
     """
-    call = _describe_rms_norm(x, weight, eps)
-    eps = _rms_eps("rms_norm", eps, x)
-    return _run(_RMS_NORM, call, x, None, weight, None, eps, 0.0, None, None, False, backend)[0]
+    given = _DEFAULT_EPS if eps is None else eps
+    key = choice_key("rms_norm", x, None, weight, None, given, 0.0, False, backend)
+    name = _CHOICES.get(key)
+    if name is None:
+        call = _describe_rms_norm(x, weight, eps)
+        name = _CHOICES.keep(key, select(_RMS_NORM, call, backend))
+    if eps is None:
+        eps = _rms_eps(x)
+    return _run(name, x, None, weight, None, eps, 0.0, None, None, False, True)[0]
 
 
 def add_rms_norm(
@@ -375,7 +347,18 @@ def add_rms_norm(
     Example:
         >>> y, z = add_rms_norm(torch.randn(2, 5, 8), torch.randn(2, 5, 8))
     """
-    call = _describe_add_rms_norm(x, residual, weight, eps, dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows)
-    eps = _rms_eps("add_rms_norm", eps, x, residual)
-    seed = _check.seed("add_rms_norm", dropout_p, seed, x.device)
-    return _run(_ADD_RMS_NORM, call, x, residual, weight, None, eps, dropout_p, seed, dropout_rows, False, backend)
+    key = None
+    if residual is not None and dropout_rows is None:
+        given = _DEFAULT_EPS if eps is None else eps
+        key = choice_key("add_rms_norm", x, residual, weight, None, given, dropout_p, False, backend)
+    name = _CHOICES.get(key)
+    if name is None:
+        call = _describe_add_rms_norm(
+            x, residual, weight, eps, dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows
+        )
+        name = _CHOICES.keep(key, select(_ADD_RMS_NORM, call, backend))
+    if eps is None:
+        eps = _rms_eps(x, residual)
+    if seed is not None or dropout_p > 0.0:
+        seed = _check.seed("add_rms_norm", dropout_p, seed, x.device)
+    return _run(name, x, residual, weight, None, eps, dropout_p, seed, dropout_rows, False, True)
