@@ -110,8 +110,8 @@ def test_a_group_is_measured(subject, case, kind):
 
 @pytest.fixture
 def off_by_a_percent(monkeypatch):
-    right = tfk.ops.layer_norm
-    monkeypatch.setattr(tfk.ops, "layer_norm", lambda *args, **kwargs: 1.01 * right(*args, **kwargs))
+    right = tfk.ops.rms_norm
+    monkeypatch.setattr(tfk.ops, "rms_norm", lambda *args, **kwargs: 1.01 * right(*args, **kwargs))
     gate._contract.cache_clear()
     yield
     gate._contract.cache_clear()
@@ -119,7 +119,7 @@ def off_by_a_percent(monkeypatch):
 
 @pytest.mark.parametrize("kind", shapes.PASSES)
 def test_a_wrong_kernel_gets_no_number(off_by_a_percent, kind):
-    group = Group(bench_layer_norm.SUBJECT, Norm(rows=64, features=128), "float32", kind)
+    group = Group(bench_layer_norm.SUBJECT, Norm(op="rms_norm", rows=64, features=128), "float32", kind)
     found = measure.measure(group, TINY, MACHINE)
     assert "C1 broken" in found["refused"]["auto"]
     assert {row["implementation"] for row in found["rows"]} == {"torch"}
@@ -130,7 +130,7 @@ def test_a_wrong_kernel_gets_no_number(off_by_a_percent, kind):
 
 def test_a_wrong_result_at_full_size_gets_no_number(off_by_a_percent, monkeypatch):
     monkeypatch.setattr(gate, "refusal", lambda group, backend: None)
-    group = Group(bench_layer_norm.SUBJECT, Norm(rows=64, features=128), "float32", "infer")
+    group = Group(bench_layer_norm.SUBJECT, Norm(op="rms_norm", rows=64, features=128), "float32", "infer")
     assert "differs from PyTorch's" in measure.measure(group, TINY, MACHINE)["refused"]["auto"]
 
 

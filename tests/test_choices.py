@@ -1,0 +1,154 @@
+"""A call that was accepted before is neither checked nor chosen for again; no other call may profit from that."""
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tfm_kernels import _backend
+from tfm_kernels.ops import layer_norm_call
+
+ops = tfk.ops
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The names of the ops whose arguments were checked, in order."""
+    calls = []
+    contract = __import__("sys").modules["tfm_kernels.ops.layer_norm"]
+
+    def describe(op, *rest):
+        calls.append(op)
+        return layer_norm_call.describe(op, *rest)
+
+    monkeypatch.setattr(contract, "describe", describe)
+    _backend.Choices.forget()
+    yield calls
+    _backend.Choices.forget()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_same_call_is_checked_once(checked, x):
+    w = torch.ones(8)
+    for _ in range(3):
+        ops.layer_norm(x, w)
+        ops.add_layer_norm(x, x, w)
+        ops.add_layer_norm(x, x, w, dropout_p=0.5)
+        ops.rms_norm(x, w)
+        ops.add_rms_norm(x, x, w)
+    assert checked == ["layer_norm", "add_layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"]
+
+
+def test_another_call_is_checked_anew(checked, x):
+    w = torch.ones(8)
+    calls = [
+        lambda: ops.layer_norm(x, w),
+        lambda: ops.layer_norm(x),
+        lambda: ops.layer_norm(x, None, w),
+        lambda: ops.layer_norm(x, w, eps=1e-6),
+        lambda: ops.layer_norm(x, w, unbiased=True),
+        lambda: ops.layer_norm(x[:2], w),
+        lambda: ops.layer_norm(x.double(), w.double()),
+        lambda: ops.layer_norm(x.bfloat16(), w),
+        lambda: ops.layer_norm(x, w, backend="cpu"),
+        lambda: ops.layer_norm(x.clone().requires_grad_(), w),
+    ]
+    for count, call in enumerate(calls, 1):
+        call()
+        assert len(checked) == count
+
+
+REFUSED = {
+    "eps is a bool": (TypeError, lambda x, w: ops.layer_norm(x, w, eps=True)),
+    "unbiased is an int": (TypeError, lambda x, w: ops.layer_norm(x, w, eps=1.0, unbiased=0)),
+    "weight is too long": (ValueError, lambda x, w: ops.layer_norm(x, torch.ones(9), eps=1.0)),
+    "weight is an integer": (ValueError, lambda x, w: ops.layer_norm(x, torch.ones(8, dtype=torch.int64), eps=1.0)),
+    "weight is elsewhere": (ValueError, lambda x, w: ops.layer_norm(x, w.to("meta"), eps=1.0)),
+    "x is a list": (TypeError, lambda x, w: ops.layer_norm(x.tolist(), w, eps=1.0)),
+    "weight is a list": (TypeError, lambda x, w: ops.layer_norm(x, w.tolist(), eps=1.0)),
+    "backend is a list": (ValueError, lambda x, w: ops.layer_norm(x, w, eps=1.0, backend=["cpu"])),
+    "backend cannot": (tfk.BackendError, lambda x, w: ops.layer_norm(x, w, eps=1.0, backend="triton")),
+    "residual is None": (TypeError, lambda x, w: ops.add_layer_norm(x, None, w, eps=1.0)),
+    "dropout_p is a bool": (TypeError, lambda x, w: ops.add_layer_norm(x, x, w, eps=1.0, dropout_p=False)),
+    "seed is an int": (TypeError, lambda x, w: ops.add_layer_norm(x, x, w, eps=1.0, dropout_p=0.0, seed=1)),
+    "seed is float": (ValueError, lambda x, w: ops.add_rms_norm(x, x, w, eps=1.0, dropout_p=0.5, seed=x[0, 0])),
+    "rows are too few": (
+        ValueError,
+        lambda x, w: ops.add_layer_norm(x, x, w, eps=1.0, dropout_p=0.5, dropout_rows=torch.arange(3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_stays_refused(x, name):
+    """Before and after calls that look alike were accepted, in the same words."""
+    error, call = REFUSED[name]
+    w = torch.ones(8)
+    _backend.Choices.forget()
+    with pytest.raises(error) as first:
+        call(x, w)
+    for eps in (1.0, 1):
+        ops.layer_norm(x, w, eps=eps, unbiased=False)
+        ops.add_layer_norm(x, x, w, eps=eps, dropout_p=0.0)
+        ops.add_layer_norm(x, x, w, eps=eps, dropout_p=0)
+        ops.add_layer_norm(x, x, w, eps=eps, dropout_p=0.5)
+        ops.add_rms_norm(x, x, w, eps=eps, dropout_p=0.5)
+    for _ in range(2):
+        with pytest.raises(error) as again:
+            call(x, w)
+        assert str(again.value) == str(first.value)
+
+
+def test_use_backend_is_seen(x):
+    x = x.requires_grad_()
+    fused = lambda: "Fused" in type(ops.layer_norm(x).grad_fn).__name__  # noqa: E731
+    assert not fused() and not fused(), "a small call is aten's"
+    with tfk.use_backend("cpu"):
+        assert fused() and fused()
+        with tfk.use_backend("aten"):
+            assert not fused()
+        assert fused()
+    assert not fused()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_choice_depends_on_size_and_on_training(dtype):
+    """The rule, at both of its ends; the limits between are measured."""
+    small, large = torch.randn(2, 768, dtype=dtype), torch.randn(1024, 768, dtype=dtype)
+    chosen = lambda op, *args, **kwargs: tfk.explain(op, *args, **kwargs).splitlines()[-1].split()[1]  # noqa: E731
+    for op in ("layer_norm", "add_layer_norm"):
+        residual = lambda x, op=op: (x,) if op.startswith("add") else ()  # noqa: E731
+        assert chosen(op, small, *residual(small)) == "aten"
+        assert chosen(op, large, *residual(large)) == "cpu"
+    assert chosen("add_layer_norm", small, small, dropout_p=0.1) == "cpu"
+    assert chosen("rms_norm", small) == "cpu" and chosen("layer_norm", small, unbiased=True) == "cpu"
+
+
+def test_the_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(_backend.Choices, "LIMIT", 3)
+    choices = _backend.Choices()
+    for key in range(10):
+        assert choices.keep((key,), "cpu") == "cpu"
+        assert choices.get((key,)) == "cpu" and len(choices._names) <= 3
+    assert choices.get(None) is None and choices.keep(None, "cpu") == "cpu" and choices.get(None) is None
+    assert choices.keep(([],), "cpu") == "cpu" and choices.get(([],)) is None
+
+
+def test_compiled_code_neither_reads_nor_writes_it(x):
+    _backend.Choices.forget()
+    compiled = torch.compile(lambda x: ops.layer_norm(x) + ops.rms_norm(x), fullgraph=True, backend="eager")
+    expected = ops.layer_norm(x) + ops.rms_norm(x)
+    _backend.Choices.forget()
+    torch.testing.assert_close(compiled(x), expected)
+    assert not any(choices._names for choices in _backend.Choices._all)
+
+
+def test_symbolic_sizes_are_checked():
+    """Sizes that make_fx does not know yet cannot be a key; the call must work without."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(lambda x: ops.layer_norm(x, backend="aten"), tracing_mode="symbolic")(torch.randn(3, 8))
+    assert graph(torch.randn(5, 8)).shape == (5, 8)
