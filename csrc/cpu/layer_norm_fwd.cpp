@@ -108,6 +108,7 @@ void layer_norm_fwd(const LayerNormFwd& args, DType dtype, int64_t begin, int64_
 
 #ifdef CPU_CAPABILITY_DEFAULT
 #include <ATen/Parallel.h>
+#include <c10/core/ScalarType.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -134,7 +135,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   check_shape(bias, {n}, kOp, "bias");
 
   const auto dtype =
-      residual ? at::promote_types(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
+      residual ? c10::promoteTypes(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
   const auto compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
   const Rows x2(x, dtype), residual2 = residual ? Rows(*residual, dtype) : Rows();
   const at::Tensor w = as_vector(weight, compute), b = as_vector(bias, compute);
