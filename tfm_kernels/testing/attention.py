@@ -117,7 +117,9 @@ def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Ex
     e_up = torch.exp((torch.where(attend, s - lse, -torch.inf) + e).clamp(max=250.0))
     e_down = -p * torch.expm1(-e)
     e_fwd = torch.maximum(e_up.clamp(max=1.0) - p, e_down)
-    e_bwd = torch.maximum(e_up - p, e_down)
+    # A P below the smallest normal number may be flushed to 0, and dS / P may be large.
+    flushed = 2.0**-1021 if dtype == torch.float64 else 2.0**-125
+    e_bwd = torch.maximum(e_up - p, e_down) + flushed
     out_a = pt @ va
     out_e = (factor * e_fwd) @ va
     shown = torch.where(attend, factor, 0.0)

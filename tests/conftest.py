@@ -1,0 +1,47 @@
+"""What every test gets: poisoned memory, and the backends and the device that the command line asks for."""
+
+import pytest
+import torch
+
+from tests.cases import CASES
+from tfm_kernels._backend import BACKENDS
+from tfm_kernels.testing.judge import MEASURED
+
+MEASURED_EVERY = 9  # reference and aten are no kernels of ours: a sample shows that they compute the same function
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("tfm_kernels")
+    group.addoption(
+        "--backend",
+        default="cpu,aten,reference",
+        help=f"comma-separated backends that the contract is held against, of {', '.join(BACKENDS)}",
+    )
+    group.addoption("--device", default="cpu", help="the device that the contract's tensors are on")
+
+
+def pytest_generate_tests(metafunc):
+    """``case, judged_backend``: every case for kernels, a sample for what is only measured; ``kernel``: kernels alone."""
+    named = metafunc.config.getoption("--backend").split(",")
+    if "judged_backend" in metafunc.fixturenames:
+        pairs = [(case, name) for name in named for case in (CASES[::MEASURED_EVERY] if name in MEASURED else CASES)]
+        metafunc.parametrize("case, judged_backend", pairs, ids=[f"{name}-{case.id}" for case, name in pairs])
+    if "kernel" in metafunc.fixturenames:
+        metafunc.parametrize("kernel", [name for name in named if name not in MEASURED])
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty():
+    """torch.empty (also from C++) is NaN, or the largest integer: an element that a kernel forgets to write shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = fill

@@ -1,0 +1,161 @@
+"""The numeric contract: every case of tests/cases.py on every backend, each by name.
+
+pytest tests/ops/test_contract.py --backend cuda,triton --device cuda
+"""
+
+import pytest
+import torch
+
+from tests.cases import CASES, report_case
+from tfm_kernels import BackendError, Mask, ops
+from tfm_kernels.testing import exact, invariance
+from tfm_kernels.testing.data import draw
+from tfm_kernels.testing.derivative import assert_gradcheck, assert_opcheck
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn")
+
+
+def test_case(case, judged_backend, device):
+    try:
+        report = report_case(case, judged_backend, device)
+    except BackendError as refusal:
+        if judged_backend in ("cpu", "reference"):  # they have no limits
+            raise
+        pytest.skip(str(refusal))
+    report.raise_broken()
+
+
+BANDS = (
+    Mask.causal(),
+    Mask.causal("bottom_right"),
+    Mask.window(3, 0),
+    Mask.window(5, 2, "bottom_right"),
+    Mask.window(None, 4),
+    Mask.causal() & Mask.window(9, None, "bottom_right"),
+)
+
+
+def masks(batch, heads, tq, tk):
+    """Every kind of mask, and combinations of all of them."""
+    g = torch.Generator().manual_seed(4)
+    keep = lambda *shape: Mask.keep(torch.rand(shape, generator=g) < 0.6)
+    lengths = Mask.lengths(torch.randint(0, tk + 1, (batch,), generator=g))
+    yield Mask()
+    yield from BANDS
+    yield lengths
+    yield from (keep(tq, tk), keep(batch, 1, 1, tk), keep(batch, 1, tq, tk), keep(1, heads, 1, tk))
+    yield keep(batch, heads, tq, tk)
+    yield from (band & lengths & keep(batch, 1, tq, tk) for band in BANDS)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 70, 70), (2, 2, 33, 129), (1, 2, 130, 64), (1, 1, 1, 65)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_visible_pairs_are_exact(shape, dtype, dropout_p, kernel, device):
+    for mask in masks(*shape):
+        exact.assert_mask_support(kernel, mask, shape, dtype=dtype, device=device, dropout_p=dropout_p, seed=77)
+
+
+def test_bias_hides_exactly_its_minus_infinities(kernel, device):
+    g = torch.Generator().manual_seed(5)
+    for shape in ((2, 3, 40, 66), (1, 3, 40, 66), (2, 1, 1, 66), (1, 1, 40, 66)):
+        bias = torch.zeros(shape).masked_fill(torch.rand(shape, generator=g) < 0.4, -torch.inf).to(device)
+        exact.assert_mask_support(kernel, Mask.causal(), (2, 3, 40, 66), bias=bias, device=device)
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=str)
+@pytest.mark.parametrize("op", ["ffn", "attention"])
+def test_small_integers_are_exact(op, dtype, kernel, device):
+    for seed in range(4):
+        inputs = exact.integers(op, dtype, device, seed)
+        exact.assert_exact(op, inputs, kernel, backward=op == "ffn")
+        if op == "attention":
+            invariance.assert_key_order_free(inputs, kernel)
+
+
+def small_inputs(op, device, dtype=torch.float32):
+    g = torch.Generator().manual_seed(6)
+    new = lambda *shape: draw("randn", shape, dtype, g).to(device)
+    if op == "attention":
+        return {"query": new(3, 4, 33, 24), "key": new(3, 2, 70, 24), "value": new(3, 2, 70, 16)}
+    if op == "attention_varlen":
+        ends = torch.tensor([0, 5, 5, 40], dtype=torch.int32, device=device)
+        inputs = {"query": new(40, 4, 8), "key": new(40, 2, 8), "value": new(40, 2, 8)}
+        return {**inputs, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 35, "max_seqlen_k": 35}
+    if op == "ffn":
+        return {
+            "x": new(9, 20),
+            "w1": new(33, 20),
+            "b1": new(33),
+            "w2": new(20, 33),
+            "b2": new(20),
+            "gate": new(33, 20),
+        }
+    inputs = {"x": new(9, 36), "weight": new(36)}
+    if op.startswith("add"):
+        inputs["residual"] = new(9, 36)
+    return inputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_views_give_the_bits_of_contiguous_tensors(op, dtype, kernel, device):
+    invariance.assert_view_equals_contiguous(op, small_inputs(op, device, dtype), kernel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_padding_is_not_read(dtype, kernel, device):
+    lengths = torch.tensor([70, 33, 0], device=device)
+    invariance.assert_padding_unread(small_inputs("attention", device, dtype), lengths, kernel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batch_and_heads_are_independent(dtype, kernel, device):
+    invariance.assert_batch_and_heads_independent(small_inputs("attention", device, dtype), kernel)
+
+
+def tiny_inputs(op, device):
+    """A few elements of each tensor: gradcheck calls the op twice for every one."""
+    g = torch.Generator().manual_seed(8)
+    new = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(device)
+    if op == "attention":
+        bias, mask = new(1, 2, 3, 4), Mask.causal("bottom_right") & Mask.lengths(torch.tensor([3], device=device))
+        return {"query": new(1, 2, 3, 2), "key": new(1, 1, 4, 2), "value": new(1, 1, 4, 3), "bias": bias, "mask": mask}
+    if op == "attention_varlen":
+        ends = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
+        inputs = {"query": new(5, 2, 2), "key": new(5, 1, 2), "value": new(5, 1, 2)}
+        return {**inputs, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 3, "max_seqlen_k": 3}
+    if op == "ffn":
+        inputs = {"x": new(3, 2), "w1": new(4, 2), "b1": new(4), "w2": new(3, 4), "b2": new(3), "gate": new(4, 2)}
+        return {**inputs, "activation": "gelu"}
+    inputs = {"x": new(3, 5), "weight": new(5)}
+    if op.endswith("layer_norm"):
+        inputs["bias"] = new(5)
+    if op.startswith("add"):
+        inputs["residual"] = new(3, 5)
+    return inputs
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dropped", [False, True])
+def test_gradcheck(op, dropped, kernel, device):
+    inputs = tiny_inputs(op, device)
+    if dropped and op not in ("layer_norm", "rms_norm"):
+        inputs |= {"dropout_p": 0.4, "seed": torch.tensor(9, device=device)}
+    if op.startswith("attention"):
+        inputs["return_lse"] = True
+    assert_gradcheck(op, inputs, kernel)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op, kernel, device):
+    checked = assert_opcheck(op, small_inputs(op, device), kernel)
+    assert {name.split("_")[-2] for name in checked} == {"fwd", "bwd"}
+
+
+def test_every_public_op_is_judged():
+    """A new op joins the list here or stands in this list of functions that are not kernels' own."""
+    fronts = {"attention_weights", "scaled_dot_product_attention"}
+    public = {name for name in dir(ops) if not name.startswith("_") and callable(getattr(ops, name))}
+    assert public - fronts == set(OPS) == {case.op for case in CASES}
