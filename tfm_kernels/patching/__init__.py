@@ -5,9 +5,14 @@ from . import distilbert as distilbert
 from . import sequential as sequential
 from . import torch_encoder as torch_encoder
 from . import torch_nn as torch_nn
+from .hand_written import declare_attention as declare_attention
+from .hand_written import declare_feed_forward as declare_feed_forward
+from .hand_written import declare_layer_norm as declare_layer_norm
+from .hand_written import declare_residual as declare_residual
 from .model import patch as patch
 from .model import unpatch as unpatch
 from .recipe import Recipe as Recipe
+from .recipe import backend as backend
 from .recipe import recipe as recipe
 from .recipe import register_recipe as register_recipe
 from .report import Entry as Entry

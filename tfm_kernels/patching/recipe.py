@@ -60,6 +60,11 @@ def register_recipe(recipe: Recipe, *, first: bool = True) -> Recipe:
     return recipe
 
 
+def backend(module: nn.Module) -> str | None:
+    """The backend that a fused module was patched with, to pass on to the ops: None chooses automatically."""
+    return swap.options(module).backend
+
+
 def registered() -> tuple[Recipe, ...]:
     """All recipes in the order in which ``patch`` tries them."""
     return tuple(_recipes)
@@ -91,7 +96,8 @@ def recipe(cls: type[nn.Module], *, what: str = "a registered recipe", covers: I
         ... def fused(self, q, k, v, mask=None):
         ...     heads = lambda t: t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         ...     keep = None if mask is None else tfk.Mask.keep(mask != 0)
-        ...     out = tfk.ops.attention(heads(self.w_q(q)), heads(self.w_k(k)), heads(self.w_v(v)), keep)
+        ...     q, k, v = heads(self.w_q(q)), heads(self.w_k(k)), heads(self.w_v(v))
+        ...     out = tfk.ops.attention(q, k, v, keep, backend=tfk.patching.backend(self))
         ...     return self.w_o(out.transpose(1, 2).flatten(2))
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):

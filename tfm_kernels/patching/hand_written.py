@@ -1,0 +1,263 @@
+"""Recipes for classes that users wrote by hand, declared by the names of their parts.
+
+    tfk.patching.declare_attention(MultiHeadAttention, query="w_q", key="w_k", value="w_v", out="w_o", heads="heads")
+    tfk.patching.declare_feed_forward(PositionwiseFeedForward, first="fc1", second="fc2", dropout="dropout")
+    tfk.patching.declare_layer_norm(LayerNorm, weight="gamma", bias="beta", eps="eps", unbiased=True)
+    tfk.patching.declare_residual(ResidualConnection, norm="norm", dropout="dropout", sublayer="sublayer")
+    tfk.patch(model)
+
+What does not fit one of these forms is written as a function, see ``recipe``. ``tfk.prove`` tells whether a declaration
+was right.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import _check, ops
+from .. import dropout as random
+from ..mask import Mask
+from . import block, guard
+from .recipe import Recipe, from_forward, register_recipe
+from .swap import options, original_class
+
+_MASKS = ("keep", "hide", "add")
+_norms: dict[type, Callable[[Any], tuple]] = {  # class -> module -> weight, bias, eps, unbiased
+    nn.LayerNorm: lambda norm: (norm.weight, norm.bias, norm.eps, False)
+}
+
+
+def declare_attention(
+    cls: type[nn.Module],
+    *,
+    query: str,
+    key: str,
+    value: str,
+    out: str | None,
+    heads: str | int,
+    dropout: str | None = None,
+    arguments: tuple[str, str, str, str | None] | None = None,
+    mask: str = "keep",
+    weights: bool = False,
+) -> Recipe:
+    """Declare that a class is multi-head attention: out(concat of heads softmax(q k^T / sqrt(D)) v).
+
+    The projections are called as modules, so hooks and adapters on them keep working. A row that may see no key gives
+    0 before ``out``, where code that fills with -1e9 gives the mean of hidden values.
+
+    Args:
+        cls: the class, matched exactly.
+        query: name of the child that projects queries, dotted where it lies deeper ("linears.0").
+        key: name of the child that projects keys.
+        value: name of the child that projects values.
+        out: name of the child that projects the result, or None.
+        heads: name of the attribute that holds the number of heads, or the number.
+        dropout: name of the nn.Dropout (or of a float) that acts on the weights, or None.
+        arguments: names of the forward's arguments that hold queries, keys, values and the mask; by default its first
+            four. ("x", "x", "x", "mask") is self-attention.
+        mask: "keep": positions where the mask is 0 are hidden; "hide": where it is not 0; "add": added to the scores.
+            It broadcasts to (B, H, Tq, Tk) as in torch.
+        weights: whether the forward returns (result, weights).
+
+    Returns:
+        The recipe, registered.
+
+    Raises:
+        TypeError: ``cls`` is no module class.
+        ValueError: ``mask`` is unknown, or the forward has no such argument.
+    """
+    _module_class("declare_attention", cls)
+    _check.choice("declare_attention", "mask", mask, _MASKS)
+    names = tuple(inspect.signature(cls.forward).parameters)[1:]
+    wanted = arguments or (*names[:3], names[3] if len(names) > 3 else None)
+    for name in wanted:
+        if name is not None and name not in names:
+            raise ValueError(f"declare_attention: {cls.__name__}.forward must have an argument {name!r}, got {names}")
+    places = [None if name is None else (names.index(name), name) for name in wanted]
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        q, k, v, given = (_argument(place, args, kwargs) for place in places)
+        count = heads if isinstance(heads, int) else getattr(self, heads)
+        projections = (guard.child(self, name) for name in (query, key, value))
+        q, k, v = (block.split_heads(layer(t), count) for layer, t in zip(projections, (q, k, v), strict=True))
+        told: dict[str, Any] = {"mask": _mask(given, mask), "dropout_p": _probability(self, dropout)}
+        backend = options(self).backend
+        maps = None
+        if not weights:
+            result: Any = block.attend(q, k, v, backend=backend, **told)
+        else:
+            told["seed"] = random.draw_seed(q.device) if told["dropout_p"] > 0.0 else None
+            result, lse = ops.attention(q, k, v, return_lse=True, backend=backend, **told)
+            maps = ops.attention_weights(q, k, lse, **told)
+        result = block.merge_heads(result)
+        result = result if out is None else guard.child(self, out)(result)
+        return (result, maps) if weights else result
+
+    return register_recipe(from_forward(_name(cls), cls, run, "fused attention"))
+
+
+def declare_feed_forward(
+    cls: type[nn.Module],
+    *,
+    first: str,
+    second: str,
+    activation: str = "relu",
+    dropout: str | None = None,
+    gate: str | None = None,
+    channels_first: bool = False,
+) -> Recipe:
+    """Declare that a class is a feed-forward block: second(dropout(activation(first(x)))), with a gate times gate(x).
+
+    Args:
+        cls: the class, matched exactly. Its forward takes x alone.
+        first: name of the first nn.Linear, or nn.Conv1d of width 1.
+        second: name of the second one.
+        activation: "relu" | "gelu" | "gelu_tanh" | "silu".
+        dropout: name of the nn.Dropout after the activation, or None.
+        gate: name of the nn.Linear without bias whose product multiplies the activation, or None.
+        channels_first: whether the forward takes and gives (B, E, T), as convolutions do, instead of (B, T, E).
+
+    Returns:
+        The recipe, registered.
+
+    Raises:
+        TypeError: ``cls`` is no module class.
+        ValueError: ``activation`` is unknown.
+    """
+    _module_class("declare_feed_forward", cls)
+    _check.choice("declare_feed_forward", "activation", activation, ("relu", "gelu", "gelu_tanh", "silu"))
+
+    def run(self: Any, x: Tensor) -> Any:
+        layers: list[Any] = [guard.child(self, name) for name in (first, second)]
+        gated = None if gate is None else guard.child(self, gate)
+        if not all(map(_pointwise, layers)) or (gated is not None and gated.bias is not None):
+            return NotImplemented
+        told: dict[str, Any] = {"dropout_p": _probability(self, dropout), "backend": options(self).backend}
+        if not channels_first:
+            return block.feed_forward(x, layers[0], layers[1], activation, gated, **told)
+        y = block.feed_forward(x.transpose(-1, -2), layers[0], layers[1], activation, gated, **told)
+        return y.transpose(-1, -2).contiguous()
+
+    covers = tuple(name for name in (first, second, gate, dropout) if name is not None)
+    return register_recipe(from_forward(_name(cls), cls, run, "feed-forward", covers))
+
+
+def declare_layer_norm(
+    cls: type[nn.Module],
+    *,
+    weight: str | None = "weight",
+    bias: str | None = "bias",
+    eps: str | float = "eps",
+    unbiased: bool = False,
+) -> Recipe:
+    """Declare that a class is LayerNorm over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias.
+
+    Args:
+        cls: the class, matched exactly. Its forward takes x alone, and has eps inside the square root.
+        weight: name of the factor's parameter, or None.
+        bias: name of the summand's parameter, or None.
+        eps: name of the attribute that holds eps, or the number.
+        unbiased: whether the variance divides by N - 1, as ``x.var(-1)`` does.
+
+    Returns:
+        The recipe, registered.
+
+    Raises:
+        TypeError: ``cls`` is no module class.
+    """
+    _module_class("declare_layer_norm", cls)
+
+    def parts(norm: Any) -> tuple:
+        get = lambda name: None if name is None else getattr(norm, name)  # noqa: E731
+        return get(weight), get(bias), getattr(norm, eps) if isinstance(eps, str) else eps, unbiased
+
+    def run(self: Any, x: Tensor) -> Any:
+        w, b, value, divisor = parts(self)
+        return ops.layer_norm(x, w, b, value, unbiased=divisor, backend=options(self).backend)
+
+    _norms[cls] = parts
+    return register_recipe(from_forward(_name(cls), cls, run, "layer_norm"))
+
+
+def declare_residual(
+    cls: type[nn.Module], *, norm: str, dropout: str | None = None, sublayer: str | None = None
+) -> Recipe:
+    """Declare that a class is the residual wrapper of post-norm models: norm(x + dropout(sublayer(x, ...))).
+
+    A pre-norm wrapper, x + dropout(sublayer(norm(x))), has nothing to fuse beyond its norm.
+
+    Args:
+        cls: the class, matched exactly. Its forward takes x first.
+        norm: name of the norm: nn.LayerNorm, or a class declared with ``declare_layer_norm``.
+        dropout: name of the nn.Dropout, or None.
+        sublayer: name of the child that is the sublayer and takes all arguments of the forward; None where the
+            sublayer is the forward's second argument, a callable that takes x.
+
+    Returns:
+        The recipe, registered.
+
+    Raises:
+        TypeError: ``cls`` is no module class.
+    """
+    _module_class("declare_residual", cls)
+
+    def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        inner = guard.child(self, norm)
+        parts = _norms.get(original_class(inner))
+        if parts is None or guard.hooked(inner) or isinstance(inner, nn.LayerNorm) and len(inner.normalized_shape) != 1:
+            return NotImplemented
+        y = args[0](x) if sublayer is None else guard.child(self, sublayer)(x, *args, **kwargs)
+        if y.shape != x.shape:  # the sum broadcasts, or fails
+            return inner(x + (y if dropout is None else guard.child(self, dropout)(y)))
+        w, b, eps, unbiased = parts(inner)
+        p, backend = _probability(self, dropout), options(self).backend
+        return ops.add_layer_norm(y, x, w, b, eps, dropout_p=p, unbiased=unbiased, backend=backend)[0]
+
+    covers = () if dropout is None else (dropout,)
+    return register_recipe(from_forward(_name(cls), cls, run, "dropout, sum and LayerNorm in one pass", covers))
+
+
+def _module_class(op: str, cls: object) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"{op}: cls must be a subclass of torch.nn.Module, got {cls!r}")
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _argument(place: tuple[int, str] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if place is None:
+        return None
+    position, name = place
+    return args[position] if position < len(args) else kwargs.get(name)
+
+
+def _mask(given: Any, meaning: str) -> Mask | Tensor | None:
+    """The mask of a call as ops.attention takes it; three dimensions align with the heads, as in broadcasting."""
+    if given is None:
+        return None
+    given = given.view(*[1] * (4 - given.dim()), *given.shape)
+    if meaning == "add":
+        return given
+    return Mask.keep(given != 0 if meaning == "keep" else given == 0)
+
+
+def _probability(owner: nn.Module, name: str | None) -> float:
+    if name is None:
+        return 0.0
+    held = getattr(owner, name) if "." not in name else guard.child(owner, name)
+    if isinstance(held, nn.Module):
+        return block.dropout_p(held)
+    return held if owner.training else 0.0
+
+
+def _pointwise(layer: Any) -> bool:
+    """Whether a layer acts on each position by itself: an nn.Linear, or an nn.Conv1d of width 1."""
+    if not isinstance(layer, nn.Conv1d):
+        return isinstance(layer, nn.Linear)
+    return layer.kernel_size == layer.stride == (1,) and layer.groups == 1 and layer.padding in ((0,), "same")
