@@ -11,5 +11,7 @@ from .mask import Mask as Mask
 from .patching import PatchReport as PatchReport
 from .patching import patch as patch
 from .patching import unpatch as unpatch
+from .proof import ProofReport as ProofReport
+from .proof import prove as prove
 
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import patching
 from . import modules, padding, steps
 from .report import ProofReport as ProofReport
 from .report import Row as Row
@@ -60,23 +61,21 @@ def prove(
         >>> report = prove(model, {"input_ids": ids, "attention_mask": mask}, dtype=torch.bfloat16)
         >>> assert report.passed, report.table()
     """
-    from .. import patching
-
-    return _prove(model, inputs, loss_fn, dtype, steps, limit, patching.patch, patching.unpatch, lambda stage: None)
+    return prove_patched(model, inputs, loss_fn=loss_fn, dtype=dtype, count=steps, limit=limit)
 
 
-def _prove(
+def prove_patched(
     model: nn.Module,
     inputs: Any,
-    loss_fn: Callable[[Any], Tensor] | None,
-    dtype: torch.dtype | None,
-    count: int,
-    limit: float,
-    patch: Callable[[nn.Module], Any],
-    unpatch: Callable[[nn.Module], Any],
-    progress: Callable[[str], None],
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    count: int = 0,
+    limit: float = 1.05,
+    patch: Callable[[nn.Module], Any] = patching.patch,
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> ProofReport:
-    """prove() with the way of patching as an argument, and a function that is told of each stage."""
+    """prove() with the way of patching (in place) as an argument, and a function that is told of each stage."""
     started = time.perf_counter()
     _check(model, loss_fn, dtype, count, limit)
     own = dtype or _lowest_dtype(model)
@@ -85,10 +84,10 @@ def _prove(
 
     progress("copying")
     stock = copy.deepcopy(model)
-    unpatch(stock)
+    patching.unpatch(stock)
     stock = stock if dtype is None else stock.to(dtype)
     exact, patched = copy.deepcopy(stock).double(), copy.deepcopy(stock)
-    patch(patched)
+    patches = patch(patched)
     names = modules.replaced(stock, patched)
     report = ProofReport(type(model).__name__, str(own)[6:], float(limit), model.training, names)
     if not names:
@@ -123,6 +122,8 @@ def _prove(
         outputs = [_without_padding(values, left_out) for values in (truth.outputs, old.outputs, plain)]
         renamed = [{f"{name}, no_grad": value for name, value in values.items()} for values in outputs]
         report.rows += judge.compare("output", *renamed, module="", leaning=0.05)
+    for name, reasons in getattr(patches, "fallbacks", {}).items():
+        report.notes += [f"{name or 'the model'} ran its original code, because {reason}" for reason in reasons]
     report.rows += judge.compare("gradient", truth.gradients, old.gradients, new.gradients)
 
     if names:

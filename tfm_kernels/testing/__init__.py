@@ -12,3 +12,4 @@ from .judge import judge as judge
 from .report import ContractError as ContractError
 from .report import Finding as Finding
 from .report import Report as Report
+from .same_dropout import same_dropout as same_dropout
