@@ -159,7 +159,7 @@ def test_every_planted_defect_fails_and_is_named(model, defect, dtype):
 
 def test_a_patched_model_that_raises_says_so(model):
     with pytest.raises(
-        RuntimeError, match="prove: the patched Model fails where the original runs: no kernel for this"
+        RuntimeError, match="prove: the patched Model fails where the original runs: ValueError: no kernel for this"
     ):
         prove_patched(model, inputs(), patch=spoiled("blocks.0.ffn", Failing))
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import patching
-from . import modules, padding, steps
+from . import modules, steps
 from .report import ProofReport as ProofReport
 from .report import Row as Row
 from .rule import Judge
-from .runs import Call, Run, device_of, forward, run
+from .runs import Call, forward
+from .side_by_side import Models, PatchedFails, padding_of, run_three, without_padding
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -93,46 +94,33 @@ def prove_patched(
     if not names:
         report.notes.append("nothing was replaced: both models run the same code")
 
-    def execute(what: str, each: nn.Module, width: torch.dtype | None = None, only: Any = None) -> Run:
-        progress(f"{what}, forward and backward")
-        return run(each, call.to(width), own, loss_fn=loss_fn, only=only, ignored=ignored)
-
-    arguments = call.named(stock)
-    masks = padding.masks(arguments)
-    progress("patched model, forward")
+    models = Models(exact, stock, patched)
     try:
-        shown = forward(patched, call.to(None))
-    except Exception as error:
-        forward(stock, call.to(None))  # where the call itself is wrong, this raises the original's own error
+        trio = run_three(models, call, own, loss_fn, progress)
+    except PatchedFails as error:
         raise RuntimeError(f"prove: the patched {report.model} fails where the original runs: {error}") from error
-    ignored = padding.padded(shown, masks, arguments)
-    for name, mask in ignored.items():
+    for name, mask in trio.ignored.items():
         report.notes.append(f"{name}: {int(mask.sum())} of {mask.numel()} positions are padding and not compared")
-    old = execute("original", stock)
-    new = execute("patched model", patched, only=old.outputs)
-    with torch.autocast(device_of(stock, call).type, enabled=False):
-        truth = execute("original in float64", exact, torch.float64, only=old.outputs)
-    outputs = [_without_padding(done.outputs, ignored) for done in (truth, old, new)]
-    report.rows += judge.compare("output", *outputs, module="", leaning=0.05)
+    report.rows += judge.compare("output", *trio.outputs(), module="")
     if not model.training:
         progress("patched model without a graph")
         with torch.no_grad():
             plain = forward(patched, call.to(None))
-        left_out = padding.padded(plain, masks, arguments)
-        outputs = [_without_padding(values, left_out) for values in (truth.outputs, old.outputs, plain)]
+        ignored = padding_of(plain, stock, call)
+        outputs = [without_padding(values, ignored) for values in (trio.exact.outputs, trio.stock.outputs, plain)]
         renamed = [{f"{name}, no_grad": value for name, value in values.items()} for values in outputs]
-        report.rows += judge.compare("output", *renamed, module="", leaning=0.05)
+        report.rows += judge.compare("output", *renamed, module="")
     for name, reasons in getattr(patches, "fallbacks", {}).items():
         report.notes += [f"{name or 'the model'} ran its original code, because {reason}" for reason in reasons]
-    report.rows += judge.compare("gradient", truth.gradients, old.gradients, new.gradients)
+    report.rows += judge.compare("gradient", *trio.gradients())
 
     if names:
         progress("recording the inputs of the replaced modules")
         calls, notes = modules.record(exact, call.to(torch.float64), names, own)
         report.notes += notes
-        report.rows += modules.compare_alone((exact, stock, patched), calls, judge, report.notes, progress)
+        report.rows += modules.compare_alone(models, calls, judge, report.notes, progress)
     if count:
-        rate = steps.learning_rate(exact, truth.gradients)
+        rate = steps.learning_rate(exact, trio.exact.gradients)
         paths = []
         for what, each, width in (
             ("float64", exact, torch.float64),
@@ -140,15 +128,11 @@ def prove_patched(
             ("patched", patched, None),
         ):
             tell = lambda stage, what=what: progress(f"{what}, {stage}")  # noqa: E731
-            paths.append(steps.train(each, call.to(width), own, count, rate, loss_fn, ignored, tell))
+            paths.append(steps.train(each, call.to(width), own, count, rate, loss_fn, trio.ignored, tell))
         report.rows += judge.compare("step", *(path.losses for path in paths), module="")
         report.rows += judge.compare("step", *(path.moves for path in paths))
     report.seconds = time.perf_counter() - started
     return report
-
-
-def _without_padding(outputs: dict[str, Tensor], ignored: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value[~ignored[name]] if name in ignored else value for name, value in outputs.items()}
 
 
 def _lowest_dtype(model: nn.Module) -> torch.dtype:

@@ -6,8 +6,9 @@ fusion off, so the inputs are recorded in a float64 run of the original.
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 from ..testing.same_dropout import same_dropout
 from .report import Row
 from .rule import Judge
-from .runs import SEED, Call, device_of, run, seeded
+from .runs import SEED, Call, device_of, seeded
+from .side_by_side import Models, PatchedFails, first_line, run_three
 
 
 def replaced(original: nn.Module, patched: nn.Module) -> list[str]:
@@ -50,6 +52,8 @@ def _attention_of(module: nn.Module) -> Any:
 def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -> tuple[dict[str, Call], list[str]]:
     """Runs the float64 model once and keeps the arguments of the first call of each module, in ``dtype``.
 
+    All floating ones are made to require gradients.
+
     Returns:
         name -> arguments, and a note for each module whose arguments could not be kept.
     """
@@ -61,9 +65,9 @@ def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -
         def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
             if name not in calls:
                 try:
-                    calls[name] = Call(args, kwargs).to(dtype)
+                    calls[name] = Call(args, kwargs).to(dtype, all_gradients=True)
                 except Exception as error:  # an argument that cannot be copied: any class may refuse in its own way
-                    notes.append(f"{name} was not fed alone: its arguments cannot be copied ({_first_line(error)})")
+                    notes.append(f"{name} was not fed alone: its arguments cannot be copied ({first_line(error)})")
                     calls[name] = Call((), {"uncopied": True})
 
         handles.append(model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True))
@@ -84,7 +88,7 @@ def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -
 
 
 def compare_alone(
-    models: tuple[nn.Module, nn.Module, nn.Module],
+    models: Models,
     calls: dict[str, Call],
     judge: Judge,
     notes: list[str],
@@ -93,7 +97,7 @@ def compare_alone(
     """Outputs and gradients of each module fed alone.
 
     Args:
-        models: the float64 original, the original and the patched model in the judge's dtype.
+        models: the whole ones.
         calls: name -> arguments.
         judge: the rule.
         notes: grows by the modules that the original itself cannot run alone.
@@ -101,28 +105,29 @@ def compare_alone(
     """
     for number, (name, call) in enumerate(calls.items()):
         progress(f"module {number + 1} of {len(calls)}, {name}")
-        exact_module, stock_module, patched_module = (model.get_submodule(name) for model in models)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                exact = run(exact_module, call.to(torch.float64, all_gradients=True), judge.dtype)
-                stock = run(stock_module, call.to(judge.dtype, all_gradients=True), judge.dtype)
+                trio = run_three(models.at(name), call, judge.dtype)
+        except PatchedFails as error:
+            yield Row(
+                "module", name, "call", 0, 0.0, float("inf"), 0.0, "form", f"fails where the original runs ({error})"
+            )
+            continue
         except Exception as error:  # what a module asks of its surroundings, only it knows
-            notes.append(f"{name} was not fed alone: the original cannot run so ({_first_line(error)})")
+            notes.append(f"{name} was not fed alone: the original cannot run so ({first_line(error)})")
             continue
-        try:
-            inputs = call.to(judge.dtype, all_gradients=True)
-            patched = run(patched_module, inputs, judge.dtype, only=stock.outputs)
-        except Exception as error:
-            detail = f"the patched module fails where the original runs ({type(error).__name__}: {_first_line(error)})"
-            yield Row("module", name, "call", 0, 0.0, float("inf"), 0.0, "form", detail)
-            continue
-        yield from judge.compare("module", exact.outputs, stock.outputs, patched.outputs, module=name, leaning=0.05)
-        gradients = [
-            {f"gradient of {key}": value for key, value in r.gradients.items()} for r in (exact, stock, patched)
-        ]
-        yield from judge.compare("module", *gradients, module=name, leaning=0.15)
+        stack = _is_stack(name, calls)
+        yield from judge.compare("module", *trio.outputs(), module=name, leaning=None if stack else 0.05)
+        gradients = [{f"gradient of {key}": value for key, value in found.items()} for found in trio.gradients()]
+        yield from judge.compare("module", *gradients, module=name, leaning=None if stack else 0.15)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _is_stack(name: str, names: Iterable[str]) -> bool:
+    """Whether a module repeats replaced modules, "layer.0.output", "layer.1.output", and hands errors on among them."""
+    inner = [
+        re.sub(r"\b\d+\b", "*", other)
+        for other in names
+        if other != name and other.startswith(f"{name}." if name else "")
+    ]
+    return len(inner) > len(set(inner))

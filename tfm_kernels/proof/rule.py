@@ -4,23 +4,24 @@ R is a float64 run of the original on the very weights and inputs the dtype hold
 patched model in the dtype; |.| is the Frobenius norm, n the number of elements, u the dtype's unit roundoff.
 
     |K - R| <= factor |S - R| + (0.02 u + 3 t / sqrt(m)) scale                                         (size)
-    |<K - R, R>| / <R, R> <= factor |<S - R, R>| / <R, R> + leaning + 4 |K - R| / (sqrt(rows) |R|)     (bias, 16 bits)
+    |<K - R, R>| / <R, R> <= factor |<S - R, R>| / <R, R> + leaning + 4 |K - R| / (sqrt(rows) |R|)     (bias)
 
 factor is ``limit`` for 16-bit types, where storage rounding makes the error and a fused kernel rounds less often. For
 float32 and float64 it is limit * 2 / 1.05, so 2 by default: there the order of the sums makes it, which differs between
 any two libraries (rule C2 of the numeric contract, tfm_kernels/testing, has the same numbers).
 
 3 t / sqrt(m): m samples measure a typical error t = max(|S - R| / scale, that of all tensors of its kind together) only
-to about 1 / sqrt(m) of itself; three of these. Of a module fed alone the errors are fresh and m = n: 0.4 % for a weight
-of 384 x 1536. A whole model hands errors on, and those of a row lean on each other: m = rows, where two equally good
-programs (LayerNorm by two libraries, MiniLM in bfloat16) differed by up to 14 %.
+to about 1 / sqrt(m) of itself; three of these. A layer fed alone makes its errors afresh, and m = n: 0.4 % for a weight
+of 384 x 1536. A whole model or stack hands errors on until they lean on each other, and m = sqrt(n):
+12 % for that weight. Measured on MiniLM in bfloat16, another library's LayerNorm, no better and no worse, changed the
+error of such a weight's gradient by up to 14 %, and that of a bias of 384 by up to 37 %.
 
 scale = max(|R|, |all| sqrt(n / N)): a tensor is never judged by less than its fair share, by elements, of the norm of
 all tensors of its kind. The gradient of a bias on attention's keys is 0 in exact arithmetic (softmax does not see it),
 so what any program computes there is rounding noise, large beside 0 and nothing beside the model's gradient.
 
-leaning = 0.05 u for outputs and 0.15 u for gradients (rule C3): 0.1 % too large is within the noise of bfloat16 in
-size, but not in direction.
+The second rule is for layers fed alone in 16 bits: 0.1 % too large is within the noise of bfloat16 in size, but not in
+direction. leaning = 0.05 u for outputs and 0.15 u for gradients (rule C3).
 
 float64 cannot be measured against itself: there |K - R| <= 2^-40 scale, a hundred times what sums of 10^4 terms round.
 """
@@ -73,7 +74,8 @@ class Judge:
             stock: name -> S.
             patched: name -> K.
             module: the rows' module; None takes it from the tensor's name, "encoder.0.weight" -> "encoder.0".
-            leaning: what a leaning error may have in units of u; None leaves the second rule out.
+            leaning: what a leaning error of a layer fed alone may have, in units of u; None where errors are handed on
+                from layer to layer.
         """
         rows, errors = [], {}
         for name, exact in truth.items():
@@ -92,14 +94,14 @@ class Judge:
             if error.elements:
                 share = total * math.sqrt(error.elements / elements)
                 place, tensor = _place(kind, name, module)
-                samples = error.elements if kind == "module" else error.rows
+                samples = error.elements if leaning is not None else math.sqrt(error.elements)
                 rows.append(self._size(kind, place, tensor, error, max(error.size, share), typical, samples))
                 if leaning is not None and rounding(self.dtype).narrow and error.size > 0.5 * share:
                     rows.append(self._bias(kind, place, tensor, error, leaning))
         return rows
 
     def _size(
-        self, kind: str, module: str, tensor: str, error: _Error, scale: float, typical: float, samples: int
+        self, kind: str, module: str, tensor: str, error: _Error, scale: float, typical: float, samples: float
     ) -> Row:
         scale = scale or 1.0  # everything is 0 in exact arithmetic
         stock, patched = error.stock / scale, error.patched / scale
