@@ -46,4 +46,4 @@ class Progress:
         spent = time.monotonic() - self.start
         left = spent / max(self.done, 1) * (len(self.items) - self.done) if self.done else float("nan")
         note = f"{self.done + 1:4}/{len(self.items)}" + (f"  {left:4.0f} s left" if self.done else "")
-        print(f"{note:20}{line}", flush=True)
+        print(f"{note:24}{line}", flush=True)
