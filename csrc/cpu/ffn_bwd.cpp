@@ -140,7 +140,8 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   };
   at::Tensor dx = result(need_x, {M, E}), dw1 = result(need_w1, {F, E}), db1 = result(need_b1, {F}),
              dw2 = result(need_w2, {Eo, F}), dgate = result(need_gate, {F, E});
-  at::Tensor db2 = need_b2 ? dy.sum(0) : at::empty({0}, options);
+  // contiguous, because the sum's order of addition follows the strides
+  at::Tensor db2 = need_b2 ? dy.contiguous().sum(0) : at::empty({0}, options);
   if (M == 0) {
     for (const at::Tensor& t : {dw1, db1, dw2, dgate}) t.zero_();
     return {dx, dw1, db1, dw2, db2, dgate};
