@@ -122,7 +122,7 @@ def test_a_wrong_kernel_gets_no_number(scaled, kind):
     group = Group(bench_layer_norm.SUBJECT, Norm(op="rms_norm", rows=64, features=128), "float32", kind)
     found = measure.measure(group, TINY, MACHINE)
     assert "C1 broken" in found["refused"]["auto"]
-    assert {row["implementation"] for row in found["rows"]} == {"torch"}
+    assert "auto" not in {row["implementation"] for row in found["rows"]}
     with pytest.raises(AssertionError, match="C1 broken"):
         measure.samples(group, TINY)
     assert report.refusals({"layer_norm": {"groups": [found]}})
@@ -165,7 +165,7 @@ def test_report_of_a_win():
 def test_report_of_losses():
     slow = canned(rows=[row("torch", 2e-4, 1.0), row("auto", 3e-4, 1.5)], chosen="aten")
     ((ratio, line),) = report.losses(slow)
-    assert ratio == 1.5 and "300.0 against 200.0 us" in line
+    assert ratio == pytest.approx(1.5) and "300.0 against 200.0 us" in line
     assert report.given_away(slow) == ["layer_norm M1 N8 float32 infer"]
     small = canned(rows=[row("torch", 5e-5, 1.0), row("auto", 6e-5, 1.2)])
     assert report.losses(small) == [] and len(report.losses(small, noticeable=False)) == 1
