@@ -17,11 +17,11 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Rows a block: 256 a thread, so that packing the weights costs little in `input`, and never more
+// Rows a block: 512 a thread, so that packing the weights costs little in `input`, and never more
 // than there are. Rows at a time in `hidden`: what leaves h, dp and their like in L2. Features a
 // task: 128, or 64 to feed all threads.
 void pick_blocks(FfnBwd& args, int64_t threads) {
-  const int64_t most = std::clamp<int64_t>(256 * threads, 512, 4096);
+  const int64_t most = std::clamp<int64_t>(512 * threads, 1024, 4096);
   args.block = ceil_div(ceil_div(args.M, ceil_div(args.M, most)), 16) * 16;
   args.strip = std::min<int64_t>(args.block, 512);
   args.chunk = ceil_div(args.F, 128) >= threads ? 128 : 64;
@@ -38,13 +38,14 @@ struct Memory {
       : options(x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)),
         wide(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16) {
     const int64_t E = args.E, F = args.F, Eo = args.Eo, block = args.block;
-    args.dp_ld =
-        ceil_div(F, kPanel) * kPanel + 16;  // 16: not a power of two, which would thrash L1
+    // 16: not a power of two, which would thrash L1
+    args.dp_ld = std::min(kFfnSumStep, ceil_div(F, kPanel) * kPanel) + 16;
     args.dy_t_ld = block + 16;
     args.x_panels = room(x_panels, args.dw1 || args.dgate, ceil_div(E, kPanel) * kPanel * block);
     args.dy_t = room(dy_t, args.dw2, Eo * args.dy_t_ld);
-    args.dp = room(dp, true, block * args.dp_ld);
-    args.dg = room(dg, args.gated, block * args.dp_ld);
+    const int64_t slices = ceil_div(F, kFfnSumStep);
+    args.dp = room(dp, true, slices * block * args.dp_ld);
+    args.dg = room(dg, args.gated, slices * block * args.dp_ld);
     args.x_rows_ld = wide ? E : args.x_stride_m;
     args.dy_rows_ld = wide ? Eo : args.dy_stride_m;
     if (wide) {

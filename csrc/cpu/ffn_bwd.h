@@ -37,15 +37,15 @@ struct FfnBwd {
   void* x_panels;                // (E / 64, block, 64)
   void* dy_t;                    // (Eo, dy_t_ld)
   const void *x_rows, *dy_rows;  // (block, E), (block, Eo) of the present block
-  void *dp, *dg;                 // (block, dp_ld)
+  void *dp, *dg;                 // slices of kFfnSumStep features, each (block, dp_ld)
   void* dx_sum;                  // (block, E) of the present block
   void *dw1_sum, *dw2_sum, *dgate_sum;
   double* db1_sum;  // (F)
   int64_t x_rows_ld, dy_rows_ld, dy_t_ld, dp_ld;
 };
 
-constexpr int64_t kFfnRowStep =
-    128;  // rows of a left operand that stay in L2 while the panels pass
+constexpr int64_t kFfnRowStep = 128;  // rows of a left operand that stay in L2 while panels pass
+constexpr int64_t kFfnSumStep = 512;  // hidden features summed at a time in `input`
 
 // Elements of working memory that one task of `hidden` or `input` needs.
 inline int64_t ffn_bwd_scratch(const FfnBwd& args) {
@@ -53,7 +53,8 @@ inline int64_t ffn_bwd_scratch(const FfnBwd& args) {
   const int64_t hidden = args.chunk * (args.Eo + weights * args.E) +
                          (2 + gates) * args.chunk * args.strip +
                          gates * args.chunk * (args.strip + 16);
-  return std::max<int64_t>(hidden, 512 * 64);
+  return std::max(hidden,
+                  std::min(args.F, kFfnSumStep) * ((args.E + kPanel - 1) / kPanel * kPanel));
 }
 
 // `row` is the first of the present block, which has `rows`; begin and end count within it.

@@ -14,12 +14,26 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// dst (rows, 64) = src (rows, columns), widened and filled up with zeros.
+// Rows are often pages, where the hardware does not look ahead: they are fetched this many rows
+// before they are used.
+constexpr int64_t kAhead = 8;
 template <typename T>
-void pack_panel(const T* src, int64_t src_ld, int64_t rows, int64_t columns, compute_t<T>* dst) {
-  for (int64_t r = 0; r < rows; ++r, dst += kPanel) {
-    widen(src + r * src_ld, columns, dst);
-    for (int64_t c = columns; c < kPanel; ++c) dst[c] = compute_t<T>(0);
+constexpr int64_t kLine = 64 / sizeof(T);
+
+// Panels of 64 columns from src (rows, columns), widened, the last filled up with zeros. Row r of
+// panel p begins at dst + p * panel_size + r * 64.
+template <typename T>
+void pack_panels(const T* src, int64_t src_ld, int64_t rows, int64_t columns, compute_t<T>* dst,
+                 int64_t panel_size) {
+  const int64_t whole = columns / kPanel, rest = columns % kPanel;
+  for (int64_t r = 0; r < rows; ++r, src += src_ld, dst += kPanel) {
+    if (r + kAhead < rows)
+      for (int64_t c = 0; c < columns; c += kLine<T>) __builtin_prefetch(src + kAhead * src_ld + c);
+    for (int64_t p = 0; p < whole; ++p) widen(src + p * kPanel, kPanel, dst + p * panel_size);
+    if (rest == 0) continue;
+    compute_t<T>* last = dst + whole * panel_size;
+    widen(src + whole * kPanel, rest, last);
+    std::fill(last + rest, last + kPanel, compute_t<T>(0));
   }
 }
 
@@ -29,9 +43,8 @@ void prepare(const FfnBwd& args, int64_t row, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(args.x) + (row + begin) * args.x_stride_m;
   const T* dy = static_cast<const T*>(args.dy) + (row + begin) * args.dy_stride_m;
   if (args.dw1 || args.dgate)
-    for (int64_t e = 0; e < E; e += kPanel)
-      pack_panel(x + e, args.x_stride_m, rows, std::min(kPanel, E - e),
-                 static_cast<C*>(args.x_panels) + e * args.block + begin * kPanel);
+    pack_panels(x, args.x_stride_m, rows, E, static_cast<C*>(args.x_panels) + begin * kPanel,
+                args.block * kPanel);
   if (args.dw2)
     transpose_widen(dy, args.dy_stride_m, rows, Eo, static_cast<C*>(args.dy_t) + begin,
                     args.dy_t_ld, rows);
@@ -43,6 +56,11 @@ void prepare(const FfnBwd& args, int64_t row, int64_t begin, int64_t end) {
       widen(dy + r * args.dy_stride_m, Eo, dy_rows + r * Eo);
     }
   }
+}
+
+// Where dp and dg hold a row's feature: slices of kFfnSumStep features, each (block, dp_ld).
+inline int64_t dp_at(const FfnBwd& args, int64_t row, int64_t feature) {
+  return (feature / kFfnSumStep * args.block + row) * args.dp_ld + feature % kFfnSumStep;
 }
 
 // Products of rows (rows, k) with panels (k, 64), which leave panels (strip, 64).
@@ -99,9 +117,9 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
   const int64_t t_ld = strip + 16;
   C *dp_t = carve(args.chunk * t_ld), *dg_t = args.gated ? carve(args.chunk * t_ld) : nullptr;
 
+  pack_panels(static_cast<const T*>(args.w2) + feature, F, Eo, n, w2, Eo * kPanel);
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t f = feature + p * kPanel, width = std::min(kPanel, F - f);
-    pack_panel(static_cast<const T*>(args.w2) + f, F, Eo, width, w2 + p * Eo * kPanel);
     if (w1)
       transpose_widen(static_cast<const T*>(args.w1) + f * E, E, width, E, w1 + p * E * kPanel,
                       kPanel, kPanel);
@@ -119,15 +137,22 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
     if (gate)
       times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, gate, panels, linear);
 
-    C* dp = static_cast<C*>(args.dp) + s * args.dp_ld + feature;
-    C* dg = args.gated ? static_cast<C*>(args.dg) + s * args.dp_ld + feature : nullptr;
+    C* dp = static_cast<C*>(args.dp) + dp_at(args, s, feature);
+    C* dg = args.gated ? static_cast<C*>(args.dg) + dp_at(args, s, feature) : nullptr;
     alignas(64) C factors[kPanel];
     std::fill(factors, factors + kPanel, C(1));
     for_activation(args.activation, [&](auto act) {
       for (int64_t r = 0; r < m; ++r) {
         const int64_t at = row + s + r, number = args.dropout_rows ? args.dropout_rows[at] : at;
         const T* stored = static_cast<const T*>(args.preact);
-        if (stored) stored += at * (args.gated ? 2 * F : F);
+        const int64_t stored_ld = args.gated ? 2 * F : F;
+        if (stored) stored += at * stored_ld;
+        if (stored && r + kAhead < m)
+          for (int64_t j = 0; j < n; j += kLine<T>)
+            __builtin_prefetch(stored + kAhead * stored_ld + feature + j);
+        if (r + kAhead < m)
+          for (int64_t j = 0; j < n; j += kLine<C>)
+            __builtin_prefetch(dp + (r + kAhead) * args.dp_ld + j, 1);
         for (int64_t p = 0; p < panels; ++p) {
           const int64_t f = feature + p * kPanel, width = std::min(kPanel, F - f);
           const int64_t in_panel = (p * strip + r) * kPanel, in_row = r * args.dp_ld + p * kPanel;
@@ -172,25 +197,25 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
 }
 
 template <typename T, typename C = compute_t<T>>
-void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, C* panel) {
-  constexpr int64_t kStep = 512;
+void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, C* panels) {
   const int64_t E = args.E, F = args.F;
-  C* dx = static_cast<C*>(args.dx_sum) + begin * E;
+  C* dx = static_cast<C*>(args.dx_sum);
   const auto add = [&](const void* weight, const void* d, int64_t f, int64_t n, bool accumulate) {
-    for (int64_t e = 0; e < E; e += kPanel) {
-      const int64_t width = std::min(kPanel, E - e);
-      pack_panel(static_cast<const T*>(weight) + f * E + e, E, n, width, panel);
-      product(end - begin, width, n, static_cast<const C*>(d) + begin * args.dp_ld + f, args.dp_ld,
-              panel, kPanel, dx + e, E, accumulate);
-    }
+    pack_panels(static_cast<const T*>(weight) + f * E, E, n, E, panels, n * kPanel);
+    for (int64_t r = begin; r < end; r += kFfnRowStep)
+      for (int64_t e = 0; e < E; e += kPanel)
+        product(std::min(kFfnRowStep, end - r), std::min(kPanel, E - e), n,
+                static_cast<const C*>(d) + dp_at(args, r, f), args.dp_ld, panels + e * n, kPanel,
+                dx + r * E + e, E, accumulate);
   };
-  if (F == 0) std::fill(dx, dx + (end - begin) * E, C(0));
-  for (int64_t f = 0; f < F; f += kStep) {
-    add(args.w1, args.dp, f, std::min(kStep, F - f), f > 0);
-    if (args.gated) add(args.gate, args.dg, f, std::min(kStep, F - f), true);
+  if (F == 0) std::fill(dx + begin * E, dx + end * E, C(0));
+  for (int64_t f = 0; f < F; f += kFfnSumStep) {
+    const int64_t n = std::min(kFfnSumStep, F - f);
+    add(args.w1, args.dp, f, n, f > 0);
+    if (args.gated) add(args.gate, args.dg, f, n, true);
   }
   if constexpr (!std::is_same_v<T, C>)
-    narrow(dx, (end - begin) * E, static_cast<T*>(args.dx) + (row + begin) * E);
+    narrow(dx + begin * E, (end - begin) * E, static_cast<T*>(args.dx) + (row + begin) * E);
 }
 
 }  // namespace

@@ -59,6 +59,14 @@ void transpose_narrow(const compute_t<T>* src, int64_t src_ld, int64_t rows, int
                       const T* bias, T* dst, int64_t dst_ld) {
   using C = compute_t<T>;
   constexpr int64_t kB = kTransposeBlock, kWide = 64;
+  if constexpr (std::is_same_v<T, C>)
+    if (!bias) {
+      for (int64_t r = 0; r < rows; r += kB)
+        for (int64_t c = 0; c < columns; c += kB)
+          transpose_block(src + c * src_ld + r, src_ld, columns - c < kB ? columns - c : kB,
+                          rows - r < kB ? rows - r : kB, dst + r * dst_ld + c, dst_ld);
+      return;
+    }
   alignas(64) C wide[kB * kWide], shift[kWide];
   for (int64_t c = 0; c < columns; c += kWide) {
     const int64_t n = columns - c < kWide ? columns - c : kWide;
