@@ -43,7 +43,7 @@ def ffn(
 def activate(p: Tensor, activation: str) -> Tensor:
     """act(p), written out."""
     if activation == "relu":
-        return torch.clamp(p, min=0.0)
+        return torch.relu(p)  # not clamp, whose gradient at 0 is 1
     if activation == "gelu":
         return 0.5 * p * (1.0 + torch.erf(p / math.sqrt(2.0)))
     if activation == "gelu_tanh":
