@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.cases import CASES
 from tfm_kernels._backend import BACKENDS
 from tfm_kernels.testing.judge import MEASURED
 
@@ -21,9 +20,11 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    """``case, judged_backend``: every case for kernels, a sample for what is only measured; ``kernel``: kernels alone."""
+    """``case, judged_backend``: every case for kernels, a sample for what is only measured; ``kernel``: the kernels."""
     named = metafunc.config.getoption("--backend").split(",")
     if "judged_backend" in metafunc.fixturenames:
+        from tests.cases import CASES  # here, because making the list takes seconds that other tests need not wait for
+
         pairs = [(case, name) for name in named for case in (CASES[::MEASURED_EVERY] if name in MEASURED else CASES)]
         metafunc.parametrize("case, judged_backend", pairs, ids=[f"{name}-{case.id}" for case, name in pairs])
     if "kernel" in metafunc.fixturenames:

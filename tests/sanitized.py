@@ -6,6 +6,7 @@ It judges nothing: a finding of the sanitizer ends the process. Numbers are judg
 """
 
 import torch
+
 from tests.cases import CASES, run_case
 
 EVERY = 12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,11 +26,8 @@ def assert_view_equals_contiguous(op: str, inputs: Mapping[str, Any], backend: s
         if layout != "contiguous":
             views = {name: lay_out(t, layout) if _floating(t) else t for name, t in inputs.items()}
             plain = {name: t.contiguous() if _floating(t) else t for name, t in views.items()}
-            make = lambda outputs: {name: lay_out(t, layout) for name, t in draw_douts(outputs).items()}  # noqa: B023, E731
-            first = run(op, views, backend, douts=make)
-            second = run(
-                op, plain, backend, douts={n: None if t is None else t.contiguous() for n, t in first.douts.items()}
-            )
+            first = run(op, views, backend, douts=_drawn(layout))
+            second = run(op, plain, backend, douts=_each(first.douts, lambda t: t.contiguous()))
             _same(first, second, f"{op}: backend {backend!r}: layout {layout} against contiguous")
 
 
@@ -104,6 +101,10 @@ def _each(tensors: Mapping[str, Tensor | None], change: Any) -> dict[str, Tensor
 
 def _plain(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: t for name, t in tensors.items() if t is not None}
+
+
+def _drawn(layout: str) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor | None]]:
+    return lambda outputs: _each(draw_douts(outputs), lambda t: lay_out(t, layout))
 
 
 def _floating(value: Any) -> bool:
