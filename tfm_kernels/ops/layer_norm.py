@@ -14,6 +14,7 @@ Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; Zhang, Sennrich 2019, arXiv:19
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ _SCHEMA_ARGUMENTS = (
 def _fwd_fake(x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dropout_rows):
     z_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     statistics = torch.float64 if z_dtype == torch.float64 else torch.float32
-    rows = x.shape[:-1].numel()
+    rows = math.prod(x.shape[:-1])  # Size.numel() would make a symbolic length a constant
     y = x.new_empty(x.shape, dtype=z_dtype)
     z = x.new_empty((0,) if residual is None else x.shape, dtype=z_dtype)
     mean = x.new_empty((0,) if rms else (rows,), dtype=statistics)
