@@ -141,13 +141,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        _arguments.features(_NAME, "query", query, self.embed_dim, "embed_dim")
-        _arguments.features(_NAME, "key", key, self.kdim, "kdim")
-        _arguments.features(_NAME, "value", value, self.vdim, "vdim")
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            _check.tensor(_NAME, name, tensor)
         if query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(
                 f"{_NAME}: query, key and value must be padded tensors with a key_padding_mask, got a nested one"
             )
+        _arguments.features(_NAME, "query", query, self.embed_dim, "embed_dim")
+        _arguments.features(_NAME, "key", key, self.kdim, "kdim")
+        _arguments.features(_NAME, "value", value, self.vdim, "vdim")
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             raise ValueError(
                 f"{_NAME}: query, key and value must all be batched, 3-D, or all unbatched, 2-D, got shapes "
