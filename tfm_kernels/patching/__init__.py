@@ -11,9 +11,9 @@ from .hand_written import declare_layer_norm as declare_layer_norm
 from .hand_written import declare_residual as declare_residual
 from .model import patch as patch
 from .model import unpatch as unpatch
-from .recipe import Recipe as Recipe
-from .recipe import backend as backend
-from .recipe import recipe as recipe
-from .recipe import register_recipe as register_recipe
+from .registry import Recipe as Recipe
+from .registry import backend as backend
+from .registry import recipe as recipe
+from .registry import register_recipe as register_recipe
 from .report import Entry as Entry
 from .report import PatchReport as PatchReport

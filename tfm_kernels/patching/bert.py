@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from . import block, guard, huggingface
 from .bert_output import FEED_FORWARD_CHUNK, INTERMEDIATE, OUTPUT, RECIPES, add_norm, feed_forward, feed_forward_chunk
+from .linear import linear
 from .packed import Packed
-from .recipe import Recipe, register_recipe
+from .registry import Recipe, register_recipe
 from .source import has_children, says
 from .swap import fell_back, options
 
@@ -123,7 +124,7 @@ def _layer(self: Any, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
         dropout_p=attention.dropout.p if attention.training else 0.0,
         backend=backend,
     )
-    x = add_norm(output, block.linear(context, output.dense), x, rows, backend)
+    x = add_norm(output, linear(context, output.dense), x, rows, backend)
     return feed_forward(self, x, rows, backend)
 
 

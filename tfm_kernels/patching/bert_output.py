@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import block, guard
-from .recipe import Recipe
+from .registry import Recipe
 from .source import has_children, says
 from .swap import fell_back, options
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
 from ..nn._bypass import autocast, autocast_dtype
 from ..nn.ffn import activation_name
 from . import guard
+from .linear import linear
 from .packed import Packed
 
 _NAMED = {  # classes of transformers.activations, which need not be installed
@@ -72,11 +72,6 @@ def self_attention(x: Tensor, projections: tuple[nn.Module, ...], heads: int, ma
     """Attention of ``x`` (..., T, E) to itself by three nn.Linear; the heads' results side by side."""
     query, key, value = (split_heads(linear(x, layer), heads) for layer in projections)
     return merge_heads(attend(query, key, value, mask, **options))
-
-
-def linear(x: Tensor, layer: nn.Module) -> Tensor:
-    """An nn.Linear by its weights."""
-    return F.linear(x, layer.weight, layer.bias)  # type: ignore[arg-type]
 
 
 def feed_forward(

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import block, guard, huggingface
+from .linear import linear
 from .packed import Packed
-from .recipe import Recipe, register_recipe
+from .registry import Recipe, register_recipe
 from .source import has_children, says
 from .swap import fell_back, options
 
@@ -85,7 +86,7 @@ def _block(self: Any, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
         dropout_p=attention.dropout.p if attention.training else 0.0,
         backend=backend,
     )
-    x = block.add_norm(block.linear(context, attention.out_lin), x, self.sa_layer_norm, backend=backend)
+    x = block.add_norm(linear(context, attention.out_lin), x, self.sa_layer_norm, backend=backend)
     name: Any = block.activation(ffn.activation)
     y = block.feed_forward(x, ffn.lin1, ffn.lin2, name, backend=backend)
     p, rows = block.dropout_p(ffn.dropout), mask.index if isinstance(mask, Packed) else None

@@ -22,7 +22,7 @@ from .. import _check, ops
 from .. import dropout as random
 from ..mask import Mask
 from . import block, guard
-from .recipe import Recipe, from_forward, register_recipe
+from .registry import Recipe, from_forward, register_recipe
 from .swap import options, original_class
 
 _MASKS = ("keep", "hide", "add")

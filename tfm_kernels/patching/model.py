@@ -9,7 +9,7 @@ from torch import nn
 
 from .._backend import BACKENDS
 from . import huggingface, swap
-from .recipe import registered
+from .registry import registered
 from .report import Entry, PatchReport
 
 _HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

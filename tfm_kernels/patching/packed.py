@@ -49,7 +49,7 @@ class Packed:
     def unpack(self, x: Tensor) -> Tensor:
         """(1, total, E) -> (B, T, E), with 0 where there is padding."""
         padded = x.new_zeros(self.batch * self.length, x.shape[-1])
-        return padded.index_copy(0, self.index, x[0]).view(self.batch, self.length, -1)
+        return padded.index_copy_(0, self.index, x[0]).view(self.batch, self.length, -1)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Self-attention within each sequence: (1, H, total, D) thrice -> (1, H, total, D)."""

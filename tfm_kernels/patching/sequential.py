@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from . import block, guard
-from .recipe import Recipe, register_recipe
+from .registry import Recipe, register_recipe
 from .swap import fell_back, options
 
 

@@ -12,8 +12,9 @@ from .. import ops
 from ..mask import Mask
 from ..nn.attention import causal_hint
 from . import block, guard
+from .linear import linear
 from .packed import Packed, packing
-from .recipe import Recipe, register_recipe
+from .registry import Recipe, register_recipe
 from .swap import options, original_class
 
 _DROPOUTS = ("dropout", "dropout1", "dropout2")
@@ -95,7 +96,7 @@ def _attend(layer: Any, x: Tensor, packed: Packed, causal: bool, told: dict[str,
     p = attention.dropout if attention.training else 0.0
     mask = Mask.causal() if causal else None
     out = packed.attention(*heads, mask=mask, dropout_p=p, backend=told["backend"])
-    return block.linear(block.merge_heads(out), attention.out_proj)
+    return linear(block.merge_heads(out), attention.out_proj)
 
 
 def _feed_forward(layer: Any, x: Tensor, told: dict[str, Any]) -> Tensor:

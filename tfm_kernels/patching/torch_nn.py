@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import nn as fused
-from .recipe import Recipe, register_recipe
+from .registry import Recipe, register_recipe
 
 
 def _same(original: type) -> type:
