@@ -1,0 +1,229 @@
+"""patch() changes classes and nothing else, and everything comes back: copies, pickles, twice, twice back."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import tfm_kernels as tfk
+from tests.patching.models import batch, bert, distilbert, encoder
+from tfm_kernels.patching import swap
+
+
+def sequential():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).eval()
+
+
+def call(model):
+    if hasattr(model, "config"):
+        ids, mask = batch()
+        return model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    torch.manual_seed(5)
+    return model(torch.randn(2, 7, 16))
+
+
+MODELS = {"sequential": sequential, "encoder": encoder, "bert": bert, "distilbert": distilbert}
+
+
+def names_of(model):
+    """Everything of a model's modules that is neither tensor nor child."""
+    return {
+        name: {k: v for k, v in module.__dict__.items() if not k.startswith("_") or k == swap.OPTIONS}
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_everything_comes_back(kind):
+    model = MODELS[kind]()
+    before = call(model)
+    classes = [type(module) for module in model.modules()]
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    modules = list(model.named_modules())
+    keys, attributes = list(model.state_dict()), names_of(model)
+    report = tfk.patch(model)
+    assert report.replaced and [type(module) for module in model.modules()] != classes
+    assert [type(module).__name__ for module in model.modules()] == [cls.__name__ for cls in classes]
+    assert all(isinstance(module, cls) for module, cls in zip(model.modules(), classes, strict=True))
+    for given, wanted in ((list(model.named_parameters(remove_duplicate=False)), parameters),):
+        assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(given, wanted, strict=True))
+    assert all(a[1] is b[1] for a, b in zip(model.named_modules(), modules, strict=True))
+    assert list(model.state_dict()) == keys
+    torch.testing.assert_close(call(model), before)
+    assert tfk.unpatch(model) > 0
+    assert [type(module) for module in model.modules()] == classes
+    assert names_of(model) == attributes
+    assert torch.equal(call(model), before)
+    assert tfk.unpatch(model) == 0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_copies_and_pickles_are_patched_and_stand_alone(kind):
+    model = MODELS[kind]()
+    stock = call(model)
+    with tfk.patch(model) as report:
+        wanted = call(model)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(model, 0))]
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies.append(torch.load(file, weights_only=False))
+        assert report.fallbacks == {}
+    for each in copies:
+        assert torch.equal(call(each), wanted)
+        with torch.no_grad():
+            for p in each.parameters():
+                p.zero_()
+        assert not torch.equal(call(each), wanted) and torch.equal(call(model), stock)
+        assert tfk.unpatch(each) > 0
+        assert not any(swap.OPTIONS in module.__dict__ for module in each.modules())
+        assert [type(m) for m in each.modules()] == [type(m) for m in model.modules()]
+
+
+def test_another_process_can_load_a_patched_model(tmp_path):
+    model = bert(num_hidden_layers=1)
+    with tfk.patch(model):
+        wanted = call(model)
+        torch.save([model, *batch(), wanted], tmp_path / "model.pt")
+    code = (
+        "import sys, torch\n"
+        "model, ids, mask, wanted = torch.load(sys.argv[1], weights_only=False)\n"
+        "out = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]\n"
+        "torch.testing.assert_close(out, wanted)\n"
+        "import tfm_kernels as tfk\n"
+        "assert tfk.unpatch(model) and model.config._attn_implementation == 'sdpa'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_twice():
+    model = bert()
+    tfk.patch(model, backend="reference")
+    with tfk.patch(model, packed=False, backend="aten") as second:
+        assert swap.options(model.encoder.layer[0]).backend == "aten"
+
+        assert "encoder" not in {entry.name for entry in second.replaced}
+        assert model.config._attn_implementation == "tfm_kernels_aten"
+    assert swap.options(model.encoder.layer[0]).backend == "reference"
+    assert swap.options(model.encoder).packed and swap.is_fused(model.encoder)
+    assert model.config._attn_implementation == "tfm_kernels_reference"
+    tfk.unpatch(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_that_share_a_config():
+    one = bert()
+    two = type(one)(one.config).eval()
+    assert one.config is two.config
+    stock = call(two)
+    tfk.patch(one)
+    torch.testing.assert_close(call(two), stock)  # not patched itself, but the config sends its attention to us
+    report = tfk.patch(two)
+    tfk.unpatch(one)
+    assert one.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(call(two), stock)
+    assert "set to another one" in str(report)
+    tfk.unpatch(two)
+    assert two.config._attn_implementation == "sdpa" and torch.equal(call(two), stock)
+
+
+def test_a_model_class_is_never_swapped():
+    model = bert()
+    with tfk.patch(model):
+        assert type(model).__mro__[1].__name__ == "BertPreTrainedModel" and not swap.is_fused(model)
+
+
+def test_compiled_models_can_be_patched_and_given_back():
+    model = sequential()
+    compiled = torch.compile(model, backend="aot_eager")
+    stock = call(compiled)
+    with tfk.patch(compiled) as report:
+        assert report.replaced and swap.is_fused(model)
+        torch.testing.assert_close(call(compiled), stock)
+    assert torch.equal(call(compiled), stock)
+
+
+def test_instance_forwards_and_subclasses_are_left():
+    model = encoder()
+    norm = model.layers[0].norm1
+    norm.forward = lambda x: x
+    model.layers[1].norm1 = type("MyNorm", (nn.LayerNorm,), {})(16)
+    with tfk.patch(model) as report:
+        notes = {entry.name: entry.note for entry in report.kept}
+        assert notes["layers.0.norm1"] == "because it has a forward of its own"
+        assert notes["layers.1.norm1"] == "because no recipe knows MyNorm"
+
+
+def test_sharded_classes_are_rebased():
+    """fully_shard gives a module a class derived from the one it has; unpatch takes ours out of it."""
+
+    class Sharded:
+        pass
+
+    model = sequential()
+    stock = call(model)
+    tfk.patch(model)
+    fused = type(model)
+    model.__class__ = type("FSDPSequential", (Sharded, fused), {})
+    report = tfk.patch(model)
+    assert "before its class was derived from" in report.entries[0].note
+    assert tfk.unpatch(model) and type(model).__bases__ == (Sharded, nn.Sequential)
+    assert torch.equal(call(model), stock)
+
+
+def test_modules_of_tfm_kernels_stay_what_they_are():
+    model = tfk.nn.LayerNorm(16, backend="reference")
+    assert not tfk.patch(model).replaced and tfk.unpatch(model) == 0
+    assert type(model) is tfk.nn.LayerNorm and model.backend == "reference"
+
+
+def test_shared_modules_are_patched_once():
+    norm = nn.LayerNorm(16)
+    model = nn.ModuleList([norm, norm])
+    with tfk.patch(model) as report:
+        assert [entry.name for entry in report.replaced] == ["0"]
+    assert type(norm) is nn.LayerNorm
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error, message",
+    [
+        ((3,), {}, TypeError, "patch: model must be a torch.nn.Module, got int"),
+        ((nn.Linear(2, 2),), {"packed": 1}, TypeError, "patch: packed must be True or False, got 1"),
+        ((nn.Linear(2, 2),), {"freeze": True}, ValueError, "patch: freeze must be False, got True"),
+        ((nn.Linear(2, 2),), {"backend": "gpu"}, ValueError, "patch: backend must be one of reference, aten, cpu"),
+    ],
+)
+def test_bad_arguments(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        tfk.patch(*arguments, **options)
+    with pytest.raises(TypeError, match="unpatch: model must be a torch.nn.Module, got str"):
+        tfk.unpatch("model")
+
+
+def test_a_backend_that_cannot_says_so():
+    model = encoder()
+    with tfk.patch(model, backend="triton"), pytest.raises(tfk.BackendError, match="triton"):
+        call(model)
+
+
+def test_report():
+    model = nn.ModuleDict({"encoder": encoder(), "head": nn.Linear(16, 2), "odd": nn.Bilinear(2, 2, 2)})
+    with tfk.patch(model) as report:
+        text = str(report)
+    assert len(report.entries) == len(list(model.modules()))
+    assert {entry.name for entry in report.replaced} | {entry.name for entry in report.kept} == {
+        name for name, _ in model.named_modules()
+    }
+    assert "encoder.layers.*.norm1" in text and "2x" in text
+    assert "head" in text and "kept" in text and "because a Linear by itself has nothing to fuse with" in text
+    assert "because no recipe knows Bilinear" in text
+    assert "note: where a batch has padding" in text
+    assert repr(report).startswith("PatchReport(")
