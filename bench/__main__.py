@@ -43,11 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = [(stem, group) for stem, group in work if not files[stem].has(group.key)]
     if len(left) < len(work):
         print(f"continuing: {len(work) - len(left)} of {len(work)} groups are measured already (--fresh starts anew)")
+    machine: dict = {}  # measured once a run, when the first group needs it
     progress = Progress(left, "group")
     for stem, group in progress:
         data = files[stem].data
         if not data["limits"]:
-            data["limits"] = limits.measure(shapes.ALL)
+            machine = machine or limits.measure(shapes.ALL)
+            data["limits"] = machine
         result = measure.measure(group, timing.QUICK if options.quick else timing.FULL, data["limits"])
         files[stem].add(result)
         progress.say(f"{group.key:64} {_outcome(result)}")
