@@ -1,0 +1,1 @@
+"""``python -m tfm_kernels.demo``: a real sentence encoder, patched, proven and timed."""
