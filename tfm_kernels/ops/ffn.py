@@ -17,87 +17,23 @@ the backward recomputes it.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 from .. import _backend, _check, _library
 from ..aten import ffn as aten
 from ..reference import ffn as reference
+from .ffn_call import ACTIVATIONS, Call, describe, prefer
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # the registered operators take the index
 _COMPILED = ("cpu",)
 
 
-@dataclass(frozen=True)
-class Call:
-    """What the choice of a backend may depend on."""
-
-    rows: int
-    width: int
-    hidden: int
-    out: int
-    dtype: torch.dtype
-    device: torch.device
-    gated: bool
-    dropout: bool
-    training: bool
-
-
-def describe(
-    x, w1, b1, w2, b2, *, activation="relu", gate=None, dropout_p=0.0, seed=None, dropout_rows=None, recompute=False
-) -> Call:
-    """Checks the arguments of ffn() and says what the backends need to know of them."""
-    tensors: dict[str, Tensor | None] = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "gate": gate}
-    for name, value in {**tensors, "dropout_rows": dropout_rows}.items():
-        _check.tensor("ffn", name, value, optional=name not in ("x", "w1", "w2"))
-    _check.choice("ffn", "activation", activation, ACTIVATIONS)
-    if not isinstance(recompute, bool):
-        raise TypeError(f"ffn: recompute must be True or False, got {type(recompute).__name__}")
-    _check.floating("ffn", **tensors)
-    _check.same("ffn", **tensors)
-    for name, value in tensors.items():
-        if value is not None and value.layout is not torch.strided:
-            raise ValueError(f"ffn: {name} must be a dense tensor, got layout {value.layout}")
-    if x.dim() == 0:
-        raise ValueError("ffn: x must have shape (..., E), got ()")
-    for name, weight, meaning in (("w1", w1, "(F, E)"), ("w2", w2, "(Eo, F)")):
-        if weight.dim() != 2:
-            raise ValueError(f"ffn: {name} must have shape {meaning}, got {tuple(weight.shape)}")
-    hidden, out, width, rows = w1.shape[0], w2.shape[0], x.shape[-1], math.prod(x.shape[:-1])
-    _check.shape("ffn", "w1", w1, (hidden, width), f"x {tuple(x.shape)}")
-    _check.shape("ffn", "w2", w2, (out, hidden), f"w1 {tuple(w1.shape)}")
-    _check.shape("ffn", "gate", gate, (hidden, width), f"w1 {tuple(w1.shape)}")
-    _check.shape("ffn", "b1", b1, (hidden,), f"w1 {tuple(w1.shape)}")
-    _check.shape("ffn", "b2", b2, (out,), f"w2 {tuple(w2.shape)}")
-    _check.probability("ffn", "dropout_p", dropout_p)
-    if seed is not None:
-        _check.seed("ffn", dropout_p, seed, x.device)
-    if dropout_rows is not None:
-        if dropout_rows.dtype != torch.int64:
-            raise ValueError(f"ffn: dropout_rows must be an int64 tensor, got {dropout_rows.dtype}")
-        _check.shape("ffn", "dropout_rows", dropout_rows, (rows,), f"the rows of x {tuple(x.shape)}")
-        _check.same_device("ffn", x=x, dropout_rows=dropout_rows)
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())
-    return Call(rows, width, hidden, out, x.dtype, x.device, gate is not None, dropout_p > 0.0, training)
-
-
 def _cpu(call: Call) -> str | None:
-    if call.device.type != "cpu":
+    if call.device != "cpu":
         return f"needs a CPU tensor, got {call.device}"
     return _library.missing("ffn_fwd", "cpu") or _library.missing("ffn_bwd", "cpu")
 
 
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
-
-
-def prefer(call: Call) -> tuple[str, ...]:
-    """The order of automatic choice."""
-    if call.device.type == "cpu":
-        return ("cpu", "aten", "reference")
-    return ("aten", "reference")
 
 
 OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe))
@@ -215,5 +151,6 @@ def ffn(
         y = aten.ffn(rows, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows, recompute)
     else:
         index, save = ACTIVATIONS.index(activation), call.training and not recompute
+        dropout_rows = None if dropout_rows is None else dropout_rows.contiguous()
         y, _ = _apply(name, rows, w1, b1, w2, b2, gate, index, float(dropout_p), seed, dropout_rows, save)
     return y.view(*x.shape[:-1], call.out)

@@ -1,0 +1,70 @@
+"""The arguments of an ffn call, checked; what the choice of a backend reads of them, and how it falls."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _check
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # the registered operators take the index
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice of a backend depends on."""
+
+    device: str
+    dtype: torch.dtype
+    rows: int
+    width: int
+    hidden: int
+    out: int
+    gated: bool
+    dropout_p: float
+    training: bool
+
+
+def prefer(call: Call) -> tuple[str, ...]:
+    """Backends in the order of automatic choice."""
+    return ("cpu", "aten", "reference") if call.device == "cpu" else ("aten", "reference")
+
+
+def describe(
+    x, w1, b1, w2, b2, *, activation="relu", gate=None, dropout_p=0.0, seed=None, dropout_rows=None, recompute=False
+) -> Call:
+    """Checks the arguments of ffn()."""
+    tensors: dict[str, Tensor | None] = {"x": x, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "gate": gate}
+    for name, value in tensors.items():
+        _check.tensor("ffn", name, value, optional=name in ("b1", "b2", "gate"))
+    _check.tensor("ffn", "dropout_rows", dropout_rows, optional=True)
+    _check.choice("ffn", "activation", activation, ACTIVATIONS)
+    if not isinstance(recompute, bool):
+        raise TypeError(f"ffn: recompute must be a bool, got {type(recompute).__name__}")
+    _check.floating("ffn", **tensors)
+    _check.same("ffn", **tensors)
+    for name, value in tensors.items():
+        if value is not None and value.layout is not torch.strided:
+            raise ValueError(f"ffn: {name} must be a dense tensor, got layout {value.layout}")
+    if x.dim() == 0:
+        raise ValueError("ffn: x must have shape (..., E), got ()")
+    for name, weight, meaning in (("w1", w1, "(F, E)"), ("w2", w2, "(Eo, F)")):
+        if weight.dim() != 2:
+            raise ValueError(f"ffn: {name} must have shape {meaning}, got {tuple(weight.shape)}")
+    (hidden, width), out, rows = w1.shape, w2.shape[0], math.prod(x.shape[:-1])
+    _check.shape("ffn", "w1", w1, (hidden, x.shape[-1]), "x", x)
+    _check.shape("ffn", "w2", w2, (out, hidden), "w1", w1)
+    _check.shape("ffn", "gate", gate, (hidden, width), "w1", w1)
+    _check.shape("ffn", "b1", b1, (hidden,), "w1", w1)
+    _check.shape("ffn", "b2", b2, (out,), "w2", w2)
+    _check.probability("ffn", "dropout_p", dropout_p)
+    if seed is not None:
+        _check.seed("ffn", dropout_p, seed, x.device)
+    if dropout_rows is not None:
+        _check.dropout_rows("ffn", dropout_rows, rows)
+        _check.same_device("ffn", x=x, dropout_rows=dropout_rows)
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())
+    return Call(x.device.type, x.dtype, rows, width, hidden, out, gate is not None, dropout_p, training)
