@@ -233,6 +233,8 @@ class Worker {
     begin = low;
     width = high - low;
     padded_width = width <= kPanel ? round_up(width, 16) : round_up(width, kPanel);
+    // the columns that fill up the part are keys too, which no row of this panel sees
+    if (high < count && width < padded_width) full = false;
     return true;
   }
 
