@@ -10,7 +10,7 @@ import tfm_kernels as tfk
 from .twins import randn
 
 E, H, FF = 12, 4, 20
-X = randn(3, 5, E)
+X = randn(3, 5, E).requires_grad_()
 MEMORY = randn(3, 6, E, seed=1)
 
 
