@@ -111,6 +111,7 @@ CALLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("call", "kind", "sentence"), CONSTRUCTIONS + CALLS)
 def test_bad_calls_say_what_is_wrong(call, kind, sentence):
     with pytest.raises(kind, match=sentence) as caught:

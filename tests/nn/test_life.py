@@ -222,3 +222,24 @@ def test_inference_mode_and_frozen_weights():
         assert torch.equal(module(SRC, TGT, **MASKS), expected)
     frozen = module.requires_grad_(False)(SRC, TGT, **MASKS)
     assert not frozen.requires_grad and torch.equal(frozen, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten", "cpu"])
+def test_a_second_derivative_is_right_or_refused(backend):
+    layer = tfk.nn.TransformerEncoderLayer(
+        E, H, FF, 0.0, "gelu", batch_first=True, dtype=torch.float64, backend=backend
+    )
+    theirs = nn.TransformerEncoderLayer(E, H, FF, 0.0, "gelu", batch_first=True, dtype=torch.float64)
+    theirs.load_state_dict(layer.state_dict())
+
+    def second(module):
+        x = SRC.double().requires_grad_()
+        (first,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    if backend == "cpu":
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            second(layer)
+    else:
+        with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):  # the only one of torch's that can
+            torch.testing.assert_close(second(layer), second(theirs), rtol=1e-9, atol=1e-10)

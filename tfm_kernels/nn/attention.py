@@ -28,8 +28,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Drop-in for ``torch.nn.MultiheadAttention``: same arguments, same state_dict, same masks (True = ignore, floating =
     added). Differences: a query that may see no key gives the output bias, never NaN; ``attn_mask`` may also be a
-    ``Mask``, whose True means attend; ``is_causal`` needs no ``attn_mask``, and with one is trusted in every path; bad
-    arguments raise ValueError; nested tensors are refused.
+    ``Mask``, whose True means attend; ``is_causal`` needs no ``attn_mask``, is trusted in every path where it has one,
+    and never hides the keys of ``add_bias_kv`` and ``add_zero_attn``; bad arguments raise ValueError; nested tensors
+    are refused.
 
     Args:
         embed_dim: E, width of query and output, a multiple of num_heads.
@@ -141,6 +142,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query is key and key is value and isinstance(query, Tensor) and self._qkv_same_embed_dim:
+            if not query.is_nested and query.dim() in (2, 3) and query.shape[-1] == self.embed_dim:
+                return  # the common call, told from the rest in a sixth of the time
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             _check.tensor(_NAME, name, tensor)
         if query.is_nested or key.is_nested or value.is_nested:

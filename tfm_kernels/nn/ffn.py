@@ -90,15 +90,18 @@ def feed_forward(
 ) -> Tensor:
     """The block from its children: by ops.ffn where they are what they seem, else by calling them."""
     name, p = activation_name(activation), dropout_p(dropout)
-    if name is None or p is None or not all(plain_linear(child) for child in (linear1, linear2, gate or linear2)):
+    readable = plain_linear(linear1) and plain_linear(linear2) and (gate is None or plain_linear(gate))
+    if name is None or p is None or not readable:
         hidden = activation(linear1(x))
         if gate is not None:
             hidden = hidden * gate(x)
         return linear2(dropout(hidden))
+    weights: Any = linear1.weight, linear1.bias, linear2.weight, linear2.bias, None if gate is None else gate.weight
     dtype = autocast_dtype(x.device)
-    weights = (linear1.weight, linear1.bias, linear2.weight, linear2.bias, None if gate is None else gate.weight)
-    x, w1, b1, w2, b2, w_gate = (autocast(t, dtype) for t in (x, *weights))  # type: ignore[arg-type,assignment]
-    return ops.ffn(x, w1, b1, w2, b2, activation=name, gate=w_gate, dropout_p=p, backend=backend)  # type: ignore[arg-type]
+    if dtype is not None:  # torch's autocast does not see inside our operators
+        x, *weights = (autocast(tensor, dtype) for tensor in (x, *weights))
+    w1, b1, w2, b2, w_gate = weights
+    return ops.ffn(x, w1, b1, w2, b2, activation=name, gate=w_gate, dropout_p=p, backend=backend)
 
 
 def activation_function(op: str, activation: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -110,6 +110,9 @@ class RMSNorm(nn.RMSNorm):
         return ops.rms_norm(rows, _flat(self.weight), _eps(self, rows), backend=self.backend).view(x.shape)
 
 
+_NORMS = (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)
+
+
 def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """What stands between two sublayers: z = residual + dropout(x) and y = norm(z), fused where the children allow it.
 
@@ -117,14 +120,13 @@ def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -
         (y, z).
     """
     p = dropout_p(dropout)
-    if p is not None and _fusable(x, residual, norm):
-        backend = getattr(norm, "backend", None)
-        if isinstance(norm, nn.LayerNorm):
-            weight, bias, eps = norm.weight, norm.bias, norm.eps
-            return ops.add_layer_norm(x, residual, weight, bias, eps, dropout_p=p, backend=backend)
-        assert isinstance(norm, nn.RMSNorm)
-        eps = _eps(norm, x, residual)
-        return ops.add_rms_norm(x, residual, norm.weight, eps, dropout_p=p, backend=backend)
+    if p is not None and plain(norm, *_NORMS) and x.shape == residual.shape:
+        weight, bias, backend = norm.weight, getattr(norm, "bias", None), getattr(norm, "backend", None)
+        if norm.normalized_shape == x.shape[-1:] and ordinary(weight, bias) and not _sum_widened(x, residual):  # type: ignore[arg-type]
+            if isinstance(norm, nn.LayerNorm):
+                return ops.add_layer_norm(x, residual, weight, bias, norm.eps, dropout_p=p, backend=backend)  # type: ignore[arg-type]
+            eps = _eps(norm, x, residual)  # type: ignore[arg-type]
+            return ops.add_rms_norm(x, residual, weight, eps, dropout_p=p, backend=backend)  # type: ignore[arg-type]
     z = residual + dropout(x)
     return norm(z), z
 
@@ -139,20 +141,14 @@ def add(x: Tensor, residual: Tensor, dropout: nn.Module, backend: str | None) ->
     return ops.add_rms_norm(x, residual, eps=1.0, dropout_p=p, backend=backend)[1]  # the norm itself is not wanted
 
 
-def _fusable(x: Tensor, residual: Tensor, norm: nn.Module) -> bool:
-    if not plain(norm, LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm) or x.shape != residual.shape:
-        return False
-    if norm.normalized_shape != tuple(x.shape[-1:]):
-        return False
-    if not ordinary(norm.weight, getattr(norm, "bias", None)):  # type: ignore[arg-type]
-        return False
-    z_dtype = torch.promote_types(x.dtype, residual.dtype)
-    return not _widened(z_dtype, x.device)
-
-
 def _widened(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether autocast runs norms of ``dtype`` in float32: everywhere but on the CPU."""
-    return dtype in (torch.float16, torch.bfloat16) and device.type != "cpu" and autocast_dtype(device) is not None
+    return device.type != "cpu" and dtype in (torch.float16, torch.bfloat16) and autocast_dtype(device) is not None
+
+
+def _sum_widened(x: Tensor, residual: Tensor) -> bool:
+    """Whether autocast runs the norm of the sum in a wider dtype than the sum has."""
+    return not x.is_cpu and _widened(torch.promote_types(x.dtype, residual.dtype), x.device)
 
 
 def _rows(op: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
