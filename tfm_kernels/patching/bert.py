@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from . import block, guard, huggingface
 from .bert_output import FEED_FORWARD_CHUNK, INTERMEDIATE, OUTPUT, RECIPES, add_norm, feed_forward, feed_forward_chunk
+from .known import Known
 from .linear import linear
 from .packed import Packed
 from .registry import Recipe, register_recipe
-from .source import has_children, says
+from .source import says
 from .swap import fell_back, options
 
 # fingerprints of transformers 5.23 (source.py); another version's code is known only where it says the same
@@ -24,48 +25,32 @@ ATTENTION = "574dc55f2d17"
 SELF_ATTENTION = "65540536d70a"
 ENCODER = "b5fa78c781c0"
 
-_LINEARS = (
-    *("attention.self.query", "attention.self.key", "attention.self.value"),
-    *("attention.output.dense", "intermediate.dense", "output.dense"),
+_LAYER = Known(
+    {
+        "forward": LAYER,
+        "feed_forward_chunk": FEED_FORWARD_CHUNK,
+        "attention.forward": ATTENTION,
+        "attention.self.forward": SELF_ATTENTION,
+        "attention.output.forward": OUTPUT,
+        "intermediate.forward": INTERMEDIATE,
+        "output.forward": OUTPUT,
+    },
+    {
+        "attention.self.query": nn.Linear,
+        "attention.self.key": nn.Linear,
+        "attention.self.value": nn.Linear,
+        "attention.self.dropout": nn.Dropout,
+        "attention.output.dense": nn.Linear,
+        "attention.output.LayerNorm": nn.LayerNorm,
+        "attention.output.dropout": nn.Dropout,
+        "intermediate.dense": nn.Linear,
+        "output.dense": nn.Linear,
+        "output.LayerNorm": nn.LayerNorm,
+        "output.dropout": nn.Dropout,
+    },
+    ("attention", "attention.self", "attention.output", "intermediate", "output"),
+    "intermediate.intermediate_act_fn",
 )
-_NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
-_DROPOUTS = ("attention.self.dropout", "attention.output.dropout", "output.dropout")
-_HOLDERS = ("attention", "attention.self", "attention.output", "intermediate", "output")
-
-
-# --- the layer --------------------------------------------------------------------------------------------------------
-
-
-def _recognise_layer(module: nn.Module) -> bool | str:
-    if not has_children(module, "attention.self", "attention.output", "intermediate", "output"):
-        return False
-    known = (
-        says(module, "forward", LAYER)
-        and says(module, "feed_forward_chunk", FEED_FORWARD_CHUNK)
-        and says(module.attention, "forward", ATTENTION)
-        and says(module.attention.self, "forward", SELF_ATTENTION)  # type: ignore[union-attr]
-        and says(module.attention.output, "forward", OUTPUT)  # type: ignore[union-attr]
-        and says(module.intermediate, "forward", INTERMEDIATE)
-        and says(module.output, "forward", OUTPUT)
-    )
-    if not known:
-        return guard.UNKNOWN_FORWARD
-    return why_not_children(module) or True
-
-
-def why_not_children(layer: Any) -> str | None:
-    """None where a fused layer may read all its children's weights, else why not."""
-    if guard.hooked_everywhere():
-        return guard.GLOBAL_HOOKS
-    for paths, cls in ((_LINEARS, nn.Linear), (_NORMS, nn.LayerNorm), (_DROPOUTS, nn.Dropout)):
-        for path in paths:
-            reason = guard.why_not_plain(layer, path, cls)
-            if reason is not None:
-                return reason
-    for path in _HOLDERS:
-        if guard.hooked(guard.child(layer, path)):
-            return f"{path} has hooks"
-    return block.why_not_activation(layer.intermediate.intermediate_act_fn)
 
 
 def _why_not_layer(layer: Any, encoder_hidden_states: Any, past_key_values: Any, kwargs: dict[str, Any]) -> str | None:
@@ -77,7 +62,7 @@ def _why_not_layer(layer: Any, encoder_hidden_states: Any, past_key_values: Any,
         return "its model's attention implementation was set to another one"
     if huggingface.wants_weights(kwargs):
         return "output_attentions was asked for"
-    return huggingface.unknown_keywords(kwargs) or why_not_children(layer)
+    return huggingface.unknown_keywords(kwargs) or _LAYER.why_not(layer)
 
 
 def _fuse_layer(original: Any) -> type:
@@ -134,7 +119,7 @@ def _layer(self: Any, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
 def _recognise_encoder(module: nn.Module) -> bool | str:
     if not isinstance(module._modules.get("layer"), nn.ModuleList) or len(module._modules) != 1:
         return False
-    if not all(_recognise_layer(layer) for layer in module.layer):  # type: ignore[union-attr]
+    if not all(_LAYER.recognise(layer) for layer in module.layer):  # type: ignore[union-attr]
         return False
     return says(module, "forward", ENCODER) or guard.UNKNOWN_FORWARD
 
@@ -174,9 +159,9 @@ def _fuse_encoder(original: Any) -> type:
 
 
 def _layer_children(layer: Any) -> list[nn.Module]:
-    """What a fused layer runs itself; the two outputs get a recipe of their own, for the calls that fall back."""
-    held = [guard.child(layer, path) for path in (*_LINEARS, *_NORMS, *_DROPOUTS, *_HOLDERS[:2])]
-    return [*held, layer.intermediate, *layer.intermediate.children()]
+    """What a fused layer runs; the two outputs get a recipe of their own, for the calls that fall back."""
+    outputs = (layer.attention.output, layer.output)
+    return [inner for inner in _LAYER.covers(layer) if not any(inner is output for output in outputs)]
 
 
 register_recipe(
@@ -188,7 +173,7 @@ register_recipe(
 )  # fmt: skip
 register_recipe(
     Recipe(
-        "bert.layer", _recognise_layer, _fuse_layer,
+        "bert.layer", _LAYER.recognise, _fuse_layer,
         "projections, attention, sum and LayerNorm, feed-forward, sum and LayerNorm", _layer_children,
     ),
     first=False,

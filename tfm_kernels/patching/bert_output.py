@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import block, guard
+from . import block
+from .known import Known
 from .registry import Recipe
-from .source import has_children, says
 from .swap import fell_back, options
 
 # fingerprints of transformers 5.23 (source.py); another version's code is known only where it says the same
@@ -21,55 +21,30 @@ INTERMEDIATE = "8e7087e943e0"
 FEED_FORWARD_CHUNK = "7d18a4174290"
 
 
-def _recognise_output(module: nn.Module) -> bool | str:
-    if not has_children(module, "dense", "LayerNorm", "dropout") or len(module._modules) != 3:
-        return False
-    if not says(module, "forward", OUTPUT):
-        return guard.UNKNOWN_FORWARD
-    return _why_not_output(module) or True
-
-
-def _why_not_output(module: nn.Module) -> str | None:
-    if guard.hooked_everywhere():
-        return guard.GLOBAL_HOOKS
-    return guard.why_not_plain(module, "LayerNorm", nn.LayerNorm) or guard.why_not_plain(module, "dropout", nn.Dropout)
+_OUTPUT = Known({"forward": OUTPUT}, {"LayerNorm": nn.LayerNorm, "dropout": nn.Dropout}, calls=("dense",))
+_FEED_FORWARD = Known(
+    {"feed_forward_chunk": FEED_FORWARD_CHUNK, "intermediate.forward": INTERMEDIATE, "output.forward": OUTPUT},
+    {
+        "intermediate.dense": nn.Linear,
+        "output.dense": nn.Linear,
+        "output.LayerNorm": nn.LayerNorm,
+        "output.dropout": nn.Dropout,
+    },
+    ("intermediate", "output"),
+    "intermediate.intermediate_act_fn",
+)
 
 
 def _fuse_output(original: Any) -> type:
     class Fused(original):
         def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-            reason = _why_not_output(self)
+            reason = _OUTPUT.why_not(self)
             if reason is not None:
                 fell_back(self, reason)
                 return super().forward(hidden_states, input_tensor)
             return add_norm(self, self.dense(hidden_states), input_tensor, None, options(self).backend)
 
     return Fused
-
-
-def _recognise_feed_forward(module: nn.Module) -> bool | str:
-    if not has_children(module, "intermediate.dense", "output.dense", "output.LayerNorm", "output.dropout"):
-        return False
-    known = (
-        says(module, "feed_forward_chunk", FEED_FORWARD_CHUNK)
-        and says(module.intermediate, "forward", INTERMEDIATE)
-        and says(module.output, "forward", OUTPUT)
-    )
-    return (_why_not_feed_forward(module) or True) if known else guard.UNKNOWN_FORWARD
-
-
-def _why_not_feed_forward(layer: Any) -> str | None:
-    if guard.hooked_everywhere():
-        return guard.GLOBAL_HOOKS
-    if guard.hooked(layer.intermediate) or guard.hooked(layer.output):
-        return "intermediate or output has hooks"
-    return (
-        guard.why_not_plain(layer, "intermediate.dense", nn.Linear)
-        or guard.why_not_plain(layer, "output.dense", nn.Linear)
-        or guard.why_not_plain(layer, "output.LayerNorm", nn.LayerNorm)
-        or guard.why_not_plain(layer, "output.dropout", nn.Dropout)
-        or block.why_not_activation(layer.intermediate.intermediate_act_fn)
-    )
 
 
 def _fuse_feed_forward(original: Any) -> type:
@@ -82,7 +57,7 @@ def _fuse_feed_forward(original: Any) -> type:
 
 def feed_forward_chunk(self: Any, x: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
     """A layer's feed_forward_chunk, fused where its children allow it, else ``original``."""
-    reason = _why_not_feed_forward(self)
+    reason = _FEED_FORWARD.why_not(self)
     if reason is not None:
         fell_back(self, reason)
         return original(x)
@@ -99,16 +74,13 @@ def feed_forward(self: Any, x: Tensor, rows: Tensor | None, backend: str | None)
 def add_norm(output: Any, x: Tensor, residual: Tensor, rows: Tensor | None, backend: str | None) -> Tensor:
     """LN(residual + dropout(x)) of an output with ``dropout`` and ``LayerNorm``."""
     p = block.dropout_p(output.dropout)
-    return block.add_norm(x, residual, output.LayerNorm, dropout_p=p, dropout_rows=rows, backend=backend)
+    return block.add_norm(x, residual, output.LayerNorm, dropout_p=p, dropout_rows=rows, backend=backend)[0]
 
 
 RECIPES = (  # registered by bert.py, behind the recipes that take more
     Recipe(
-        "bert.feed_forward", _recognise_feed_forward, _fuse_feed_forward, "feed-forward, sum and LayerNorm",
-        lambda layer: [guard.child(layer, path) for path in ("intermediate", "intermediate.dense", "output.dense")],
+        "bert.feed_forward", _FEED_FORWARD.recognise, _fuse_feed_forward, "feed-forward, sum and LayerNorm",
+        lambda layer: [layer.intermediate, layer.intermediate.dense, layer.output.dense],  # type: ignore
     ),
-    Recipe(
-        "bert.output", _recognise_output, _fuse_output, "dropout, sum and LayerNorm in one pass",
-        lambda module: [module.LayerNorm, module.dropout],  # type: ignore[list-item]
-    ),
+    Recipe("bert.output", _OUTPUT.recognise, _fuse_output, "dropout, sum and LayerNorm in one pass", _OUTPUT.covers),
 )  # fmt: skip

@@ -77,15 +77,28 @@ def self_attention(x: Tensor, projections: tuple[nn.Module, ...], heads: int, ma
 def feed_forward(
     x: Tensor, first: nn.Module, second: nn.Module, activation: str, gate: nn.Module | None = None, **options: Any
 ) -> Tensor:
-    """ops.ffn with the weights of two (or, gated, three) nn.Linear, or of nn.Conv1d of width 1 over (..., T, E)."""
-    weights: list[Any] = [first.weight, first.bias, second.weight, second.bias, None if gate is None else gate.weight]
-    weights = [t.squeeze(-1) if t is not None and t.dim() == 3 else t for t in weights]
+    """ops.ffn with the weights of two (or, gated, three) nn.Linear; of Conv1D; of nn.Conv1d, width 1, x (..., T, E)."""
+    weights: list[Any] = [
+        _weight(first),
+        first.bias,
+        _weight(second),
+        second.bias,
+        None if gate is None else gate.weight,
+    ]
     dtype = autocast_dtype(x.device)
     tensors: list[Any] = [autocast(t, dtype) for t in (x, *weights)]
     x, w1, b1, w2, b2, w3 = tensors
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
 
 
-def add_norm(x: Tensor, residual: Tensor, norm: nn.Module, **options: Any) -> Tensor:
-    """LayerNorm(residual + dropout(x)) with the parameters of an nn.LayerNorm over the last dimension."""
-    return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, **options)[0]  # type: ignore[arg-type]
+def _weight(layer: Any) -> Tensor:
+    """(out, in), whatever the layer keeps: transformers' Conv1D has it transposed, a convolution has a third axis."""
+    weight = layer.weight
+    if weight.dim() == 3:
+        return weight.squeeze(-1)
+    return weight.t() if type(layer).__name__ == "Conv1D" else weight
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: nn.Module, **options: Any) -> tuple[Tensor, Tensor]:
+    """(y, z): z = residual + dropout(x), y = LayerNorm(z) with the parameters of an nn.LayerNorm over the last axis."""
+    return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, **options)  # type: ignore[arg-type]

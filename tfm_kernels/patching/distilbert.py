@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import block, guard, huggingface
+from .known import Known
 from .linear import linear
 from .packed import Packed
 from .registry import Recipe, register_recipe
-from .source import has_children, says
+from .source import says
 from .swap import fell_back, options
 
 # fingerprints of transformers 5.23 (source.py)
@@ -20,35 +21,23 @@ FFN_CHUNK = "3f3380531fd2"
 BLOCK = "91edca288f4c"
 STACK = "f0b8307e43a5"
 
-_LINEARS = ("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2")
-_NORMS = ("sa_layer_norm", "output_layer_norm")
-_DROPOUTS = ("attention.dropout", "ffn.dropout")
-
-
-def _recognise(module: nn.Module) -> bool | str:
-    if not has_children(module, *_LINEARS, *_NORMS):
-        return False
-    known = (
-        says(module, "forward", BLOCK)
-        and says(module.attention, "forward", SELF_ATTENTION)
-        and says(module.ffn, "forward", FFN)
-        and says(module.ffn, "ff_chunk", FFN_CHUNK)
-    )
-    return (_why_not_children(module) or True) if known else guard.UNKNOWN_FORWARD
-
-
-def _why_not_children(layer: Any) -> str | None:
-    if guard.hooked_everywhere():
-        return guard.GLOBAL_HOOKS
-    for paths, cls in ((_LINEARS, nn.Linear), (_NORMS, nn.LayerNorm), (_DROPOUTS, nn.Dropout)):
-        for path in paths:
-            reason = guard.why_not_plain(layer, path, cls)
-            if reason is not None:
-                return reason
-    for path in ("attention", "ffn"):
-        if guard.hooked(guard.child(layer, path)):
-            return f"{path} has hooks"
-    return block.why_not_activation(layer.ffn.activation)
+_BLOCK = Known(
+    {"forward": BLOCK, "attention.forward": SELF_ATTENTION, "ffn.forward": FFN, "ffn.ff_chunk": FFN_CHUNK},
+    {
+        "attention.q_lin": nn.Linear,
+        "attention.k_lin": nn.Linear,
+        "attention.v_lin": nn.Linear,
+        "attention.out_lin": nn.Linear,
+        "attention.dropout": nn.Dropout,
+        "sa_layer_norm": nn.LayerNorm,
+        "ffn.lin1": nn.Linear,
+        "ffn.lin2": nn.Linear,
+        "ffn.dropout": nn.Dropout,
+        "output_layer_norm": nn.LayerNorm,
+    },
+    ("attention", "ffn"),
+    "ffn.activation",
+)
 
 
 def _why_not(layer: Any, kwargs: dict[str, Any]) -> str | None:
@@ -58,7 +47,7 @@ def _why_not(layer: Any, kwargs: dict[str, Any]) -> str | None:
         return "its model's attention implementation was set to another one"
     if huggingface.wants_weights(kwargs):
         return "output_attentions was asked for"
-    return huggingface.unknown_keywords(kwargs) or _why_not_children(layer)
+    return huggingface.unknown_keywords(kwargs) or _BLOCK.why_not(layer)
 
 
 def _fuse(original: Any) -> type:
@@ -86,17 +75,17 @@ def _block(self: Any, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
         dropout_p=attention.dropout.p if attention.training else 0.0,
         backend=backend,
     )
-    x = block.add_norm(linear(context, attention.out_lin), x, self.sa_layer_norm, backend=backend)
+    x = block.add_norm(linear(context, attention.out_lin), x, self.sa_layer_norm, backend=backend)[0]
     name: Any = block.activation(ffn.activation)
     y = block.feed_forward(x, ffn.lin1, ffn.lin2, name, backend=backend)
     p, rows = block.dropout_p(ffn.dropout), mask.index if isinstance(mask, Packed) else None
-    return block.add_norm(y, x, self.output_layer_norm, dropout_p=p, dropout_rows=rows, backend=backend)
+    return block.add_norm(y, x, self.output_layer_norm, dropout_p=p, dropout_rows=rows, backend=backend)[0]
 
 
 def _recognise_stack(module: nn.Module) -> bool | str:
     if not isinstance(module._modules.get("layer"), nn.ModuleList) or len(module._modules) != 1:
         return False
-    if not all(_recognise(layer) for layer in module.layer):  # type: ignore[union-attr]
+    if not all(_BLOCK.recognise(layer) for layer in module.layer):  # type: ignore[union-attr]
         return False
     return says(module, "forward", STACK) or guard.UNKNOWN_FORWARD
 
@@ -117,11 +106,6 @@ def _fuse_stack(original: Any) -> type:
     return Fused
 
 
-def _covers(layer: Any) -> list[nn.Module]:
-    held = [guard.child(layer, path) for path in (*_LINEARS, *_NORMS, *_DROPOUTS, "attention", "ffn")]
-    return [*held, *layer.ffn.children()]
-
-
 register_recipe(
     Recipe(
         "distilbert.stack", _recognise_stack, _fuse_stack, "padded batches run packed; padded positions give 0",
@@ -131,8 +115,8 @@ register_recipe(
 )  # fmt: skip
 register_recipe(
     Recipe(
-        "distilbert.block", _recognise, _fuse,
-        "projections, attention, sum and LayerNorm, feed-forward, sum and LayerNorm", _covers,
+        "distilbert.block", _BLOCK.recognise, _fuse,
+        "projections, attention, sum and LayerNorm, feed-forward, sum and LayerNorm", _BLOCK.covers,
     ),
     first=False,
 )  # fmt: skip

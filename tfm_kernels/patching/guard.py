@@ -49,11 +49,18 @@ def is_plain(module: nn.Module) -> bool:
     return not hooked(module) and not hooked_everywhere() and ordinary(*module._parameters.values())
 
 
-def why_not_plain(owner: nn.Module, path: str, *classes: type) -> str | None:
-    """None where the child at ``path`` (dotted) is plain, else one sentence part for the report."""
+def why_not_plain(owner: nn.Module, path: str, *classes: type | str) -> str | None:
+    """None where the child at ``path`` (dotted) is plain, else part of a sentence for the report.
+
+    Plain is what has exactly one of ``classes`` (fused or not; a name stands for a class that may not be importable),
+    is not hooked, and has ordinary tensors for weights.
+    """
     module = child(owner, path)
-    if type(module) not in classes and original_class(module) not in classes:
-        return f"{path} is {type(module).__name__}, not {' or '.join(c.__name__ for c in classes)}"
+    if type(module) not in classes:
+        cls = original_class(module)
+        if cls not in classes and f"{cls.__module__}.{cls.__qualname__}" not in classes:
+            names = (c.rpartition(".")[2] if isinstance(c, str) else c.__name__ for c in classes)
+            return f"{path} is {type(module).__name__}, not {' or '.join(names)}"
     return _watched(path, module) if hooked(module) else _strange(path, module)
 
 

@@ -61,17 +61,6 @@ def says(module: Any, method: str, *known: str) -> bool:
     return cls.__call__ is nn.Module.__call__ and fingerprint(getattr(cls, method, len)) in known
 
 
-def has_children(module: nn.Module, *paths: str) -> bool:
-    """Whether the module has children at these dotted paths."""
-    for path in paths:
-        inner: Any = module
-        for name in path.split("."):
-            inner = getattr(inner, "_modules", {}).get(name)
-        if inner is None:
-            return False
-    return True
-
-
 def main(names: list[str]) -> None:
     """Prints the fingerprint of each ``package.module.Class.method``."""
     for name in names:

@@ -1,0 +1,74 @@
+"""Known code: what a module of somebody else's library must look like for a recipe that was written against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from . import block, guard
+from .source import says
+
+CONV1D = "transformers.pytorch_utils.Conv1D"  # a Linear whose weight lies (in, out)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Code and children of one kind of module; paths are dotted and begin at the module.
+
+    Attributes:
+        code: "attention.forward" -> the fingerprint (source.py) that the method must have, for every method replaced
+            or passed by.
+        reads: path -> the exact class, for the children whose weights the fused code reads without calling them.
+        passes: paths of children that the fused code passes by: they must not be hooked, their class is in ``code``.
+        activation: path of the activation, or None.
+        calls: paths of children that must exist because the fused code calls them.
+    """
+
+    code: Mapping[str, str]
+    reads: Mapping[str, type | str]
+    passes: tuple[str, ...] = ()
+    activation: str | None = None
+    calls: tuple[str, ...] = field(default=())
+
+    def recognise(self, module: nn.Module) -> bool | str:
+        """True for a module of this kind, False for another, part of a sentence for one that only looks like it."""
+        if not all(_at(module, path) is not None for path in (*self.reads, *self.passes, *self.calls)):
+            return False
+        for place, wanted in self.code.items():
+            path, _, method = place.rpartition(".")
+            if not says(_at(module, path), method, wanted):
+                return guard.UNKNOWN_FORWARD
+        return self.why_not(module) or True
+
+    def why_not(self, module: nn.Module) -> str | None:
+        """None where the fused code may run now, else why not."""
+        if guard.hooked_everywhere():
+            return guard.GLOBAL_HOOKS
+        for path, cls in self.reads.items():
+            reason = guard.why_not_plain(module, path, cls)
+            if reason is not None:
+                return reason
+        for path in self.passes:
+            if guard.hooked(guard.child(module, path)):
+                return f"{path} has hooks"
+        return None if self.activation is None else block.why_not_activation(self.function(module))
+
+    def function(self, module: nn.Module) -> Any:
+        """The activation, a module or a plain function."""
+        owner, _, name = (self.activation or "").rpartition(".")
+        return getattr(guard.child(module, owner) if owner else module, name)
+
+    def covers(self, module: nn.Module) -> list[nn.Module]:
+        """The descendants whose work the fused code does."""
+        inside = [guard.child(module, path) for path in (*self.reads, *self.passes)]
+        function = None if self.activation is None else self.function(module)
+        return [*inside, function] if isinstance(function, nn.Module) else inside
+
+
+def _at(module: Any, path: str) -> Any:
+    for name in path.split(".") if path else ():
+        module = None if module is None else getattr(module, "_modules", {}).get(name)
+    return module
