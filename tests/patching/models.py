@@ -53,17 +53,17 @@ def results(model, run, select=None):
     return {"output": seen.detach().double(), **grads}
 
 
-def assert_same_results(model, run, select=None, *, backend="reference", fallbacks=None, **options):
+def assert_same_results(model, run, select=None, *, backend="reference", double_fallbacks=None, **options):
     """A patched model gives what it gave before: to rounding in float64, and in float32 as exactly as before."""
     double = copy.deepcopy(model).double()
     exact = results(double, run, select)
     with tfk.patch(double, backend=backend, **options) as report:
         compare(results(double, run, select), exact, 1e-9)
-        assert report.fallbacks == (fallbacks or {}), report.fallbacks
+        assert {reason for met in report.fallbacks.values() for reason in met} <= {double_fallbacks}, report.fallbacks
     stock = results(model, run, select)
     with tfk.patch(model, backend=backend, **options) as report:
         patched = results(model, run, select)
-        assert report.fallbacks == (fallbacks or {}), report.fallbacks
+        assert report.fallbacks == {}
     for name, truth in exact.items():
         error, before = ((r[name] - truth).norm() for r in (patched, stock))
         floor = 1e-6 * max(truth.norm(), 1e-2 * max(t.norm() for t in exact.values()))

@@ -1,7 +1,10 @@
 """Putting the fused layers into existing models, and taking them out again."""
 
+from . import bart as bart
 from . import bert as bert
 from . import distilbert as distilbert
+from . import huggingface_parts as huggingface_parts
+from . import pre_norm as pre_norm
 from . import sequential as sequential
 from . import torch_encoder as torch_encoder
 from . import torch_nn as torch_nn

@@ -49,6 +49,11 @@ def dropout_p(module: nn.Module) -> float:
     return module.p if module.training else 0.0  # type: ignore[return-value]
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether torch.autocast is on for the device of ``x``."""
+    return autocast_dtype(x.device) is not None
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(..., T, E) -> (..., H, T, D), a view."""
     return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)

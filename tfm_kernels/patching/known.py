@@ -40,7 +40,7 @@ class Known:
         for place, wanted in self.code.items():
             path, _, method = place.rpartition(".")
             if not says(_at(module, path), method, wanted):
-                return guard.UNKNOWN_FORWARD
+                return guard.UNKNOWN_FORWARD if self.reads or self.calls else False  # nothing else says what it is
         return self.why_not(module) or True
 
     def why_not(self, module: nn.Module) -> str | None:

@@ -1,0 +1,143 @@
+"""BART, Marian and their relatives: post-norm layers; and the pre-norm encoder layer of MBART and Whisper.
+
+The attention modules are called as they are (they know their caches) and reach the fused attention through
+transformers' registry; the layers around them are fused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import block
+from .known import Known
+from .registry import Recipe, register_recipe
+from .swap import fell_back, options
+
+# fingerprints of transformers 5.23 (source.py)
+ENCODER_LAYER = "959b36eaa674"
+DECODER_LAYER = "af6bb23d8caf"
+PRE_NORM_ENCODER_LAYER = "04ddee22248b"
+
+_FFN = {"fc1": nn.Linear, "fc2": nn.Linear, "final_layer_norm": nn.LayerNorm}
+_ENCODER = Known(
+    {"forward": ENCODER_LAYER},
+    {**_FFN, "self_attn_layer_norm": nn.LayerNorm},
+    activation="activation_fn",
+    calls=("self_attn",),
+)
+_DECODER = Known(
+    {"forward": DECODER_LAYER},
+    {**_FFN, "self_attn_layer_norm": nn.LayerNorm, "encoder_attn_layer_norm": nn.LayerNorm},
+    activation="activation_fn",
+    calls=("self_attn", "encoder_attn"),
+)
+_PRE_NORM_ENCODER = Known(
+    {"forward": PRE_NORM_ENCODER_LAYER}, _FFN, activation="activation_fn", calls=("self_attn", "self_attn_layer_norm")
+)
+
+
+def _p(layer: Any, name: str) -> float:
+    return getattr(layer, name) if layer.training else 0.0
+
+
+def _sum_norm(layer: Any, x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    return block.add_norm(x, residual, norm, dropout_p=_p(layer, "dropout"), backend=options(layer).backend)
+
+
+def _feed_forward(layer: Any, known: Known, x: Tensor) -> Tensor:
+    name: Any = block.activation(known.function(layer))
+    p = _p(layer, "activation_dropout")
+    return block.feed_forward(x, layer.fc1, layer.fc2, name, dropout_p=p, backend=options(layer).backend)
+
+
+def _fuse_encoder(original: Any) -> type:
+    class Fused(original):
+        def forward(self, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
+            reason = _ENCODER.why_not(self)
+            if reason is not None:
+                fell_back(self, reason)
+                return super().forward(hidden_states, attention_mask, **kwargs)
+            attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
+            x, _ = _sum_norm(self, attended, hidden_states, self.self_attn_layer_norm)
+            x, _ = _sum_norm(self, _feed_forward(self, _ENCODER, x), x, self.final_layer_norm)
+            if x.dtype == torch.float16 and not torch.isfinite(x).all():
+                limit = torch.finfo(x.dtype).max - 1000
+                x = torch.clamp(x, min=-limit, max=limit)
+            return x
+
+    return Fused
+
+
+def _fuse_decoder(original: Any) -> type:
+    class Fused(original):
+        def forward(
+            self,
+            hidden_states: Tensor,
+            attention_mask: Any = None,
+            encoder_hidden_states: Tensor | None = None,
+            encoder_attention_mask: Any = None,
+            past_key_values: Any = None,
+            use_cache: bool | None = True,
+            **kwargs: Any,
+        ) -> Tensor:
+            reason = _DECODER.why_not(self)
+            if reason is not None:
+                fell_back(self, reason)
+                return super().forward(
+                    hidden_states,
+                    attention_mask,
+                    encoder_hidden_states,
+                    encoder_attention_mask,
+                    past_key_values,
+                    use_cache,
+                    **kwargs,
+                )
+            attended, _ = self.self_attn(
+                hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
+            )
+            x, _ = _sum_norm(self, attended, hidden_states, self.self_attn_layer_norm)
+            if encoder_hidden_states is not None:
+                attended, _ = self.encoder_attn(
+                    x,
+                    key_value_states=encoder_hidden_states,
+                    attention_mask=encoder_attention_mask,
+                    past_key_values=past_key_values,
+                    **kwargs,
+                )
+                x, _ = _sum_norm(self, attended, x, self.encoder_attn_layer_norm)
+            return _sum_norm(self, _feed_forward(self, _DECODER, x), x, self.final_layer_norm)[0]
+
+    return Fused
+
+
+def _fuse_pre_norm_encoder(original: Any) -> type:
+    class Fused(original):
+        def forward(self, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
+            reason = _PRE_NORM_ENCODER.why_not(self)
+            if reason is not None:
+                fell_back(self, reason)
+                return super().forward(hidden_states, attention_mask, **kwargs)
+            attended, _ = self.self_attn(
+                hidden_states=self.self_attn_layer_norm(hidden_states), attention_mask=attention_mask, **kwargs
+            )
+            x, z = _sum_norm(self, attended, hidden_states, self.final_layer_norm)
+            y = _feed_forward(self, _PRE_NORM_ENCODER, x)
+            z = z + nn.functional.dropout(y, p=self.dropout, training=self.training)
+            if z.dtype == torch.float16:
+                limit = torch.finfo(z.dtype).max - 1000
+                z = torch.clamp(z, min=-limit, max=limit)
+            return z
+
+    return Fused
+
+
+_WHAT = "sums with LayerNorm, and feed-forward"
+register_recipe(Recipe("bart.encoder_layer", _ENCODER.recognise, _fuse_encoder, _WHAT, _ENCODER.covers), first=False)
+register_recipe(Recipe("bart.decoder_layer", _DECODER.recognise, _fuse_decoder, _WHAT, _DECODER.covers), first=False)
+register_recipe(
+    Recipe("mbart.encoder_layer", _PRE_NORM_ENCODER.recognise, _fuse_pre_norm_encoder, _WHAT, _PRE_NORM_ENCODER.covers),
+    first=False,
+)

@@ -1,0 +1,95 @@
+"""Feed-forward blocks and RMS norms of transformers that whole families share, recognised by what their code says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import ops
+from . import block
+from .known import CONV1D, Known
+from .registry import Recipe, register_recipe
+from .swap import fell_back, options
+
+
+def _register(name: str, what: str, known: Known, run: Any) -> None:
+    """A recipe for modules whose forward takes one tensor; ``run`` may give part of a sentence where it will not."""
+
+    def fuse(original: Any) -> type:
+        class Fused(original):
+            def forward(self, hidden_states: Tensor) -> Tensor:
+                result = known.why_not(self) or run(self, hidden_states)
+                if not isinstance(result, str):
+                    return result
+                fell_back(self, result)
+                return super().forward(hidden_states)
+
+        return Fused
+
+    register_recipe(Recipe(name, known.recognise, fuse, what, known.covers), first=False)
+
+
+def _feed_forward(known: Known, first: str, second: str, gate: str | None = None, after: str | None = None) -> Any:
+    """second(activation(first(x))), with a gate times gate(x), and a dropout after it that stays as it is."""
+
+    def run(self: Any, x: Tensor) -> Tensor | str:
+        w1, w2, w3 = getattr(self, first), getattr(self, second), None if gate is None else getattr(self, gate)
+        if len({x.dtype, w1.weight.dtype, w2.weight.dtype}) > 1 and not block.is_autocast(x):
+            return "its weights have several dtypes"  # as T5 in float16, whose second matrix stays float32
+        if w3 is not None and w3.bias is not None:
+            return f"{gate} has a bias"
+        name: Any = block.activation(known.function(self))
+        inner = block.dropout_p(self.dropout) if after is None and "dropout" in known.reads else 0.0
+        y = block.feed_forward(x, w1, w2, name, w3, dropout_p=inner, backend=options(self).backend)
+        return y if after is None else getattr(self, after)(y)
+
+    return run
+
+
+def _register_feed_forward(name: str, known: Known, *args: Any, **kwargs: Any) -> None:
+    _register(name, "feed-forward", known, _feed_forward(known, *args, **kwargs))
+
+
+def _rms_norm(self: Any, x: Tensor) -> Tensor | str:
+    if self.weight.dtype != x.dtype:
+        return "its weight has another dtype than its input"
+    if self.weight.dtype.itemsize == 8:
+        return "in float64 its own code takes the variance in float32"
+    return ops.rms_norm(x, self.weight, self.variance_epsilon, backend=options(self).backend)
+
+
+# fingerprints of transformers 5.23 (source.py)
+_register_feed_forward(
+    "gpt2.mlp",
+    Known({"forward": "e0cb41d12c40"}, {"c_fc": CONV1D, "c_proj": CONV1D}, (), "act", ("dropout",)),
+    "c_fc", "c_proj", after="dropout",
+)  # fmt: skip
+_register_feed_forward(
+    "vit.mlp",  # also CLIP, SigLIP, DeiT, DINOv2 ...
+    Known({"forward": "a8035f85cdc2"}, {"fc1": nn.Linear, "fc2": nn.Linear}, (), "activation_fn"),
+    "fc1", "fc2",
+)  # fmt: skip
+_register_feed_forward(
+    "t5.dense",
+    Known({"forward": "18d4ed839daf"}, {"wi": nn.Linear, "wo": nn.Linear, "dropout": nn.Dropout}, (), "act"),
+    "wi", "wo",
+)  # fmt: skip
+_register_feed_forward(
+    "t5.gated_dense",
+    Known(
+        {"forward": "cf9a3d16beb9"},
+        {"wi_0": nn.Linear, "wi_1": nn.Linear, "wo": nn.Linear, "dropout": nn.Dropout}, (), "act",
+    ),
+    "wi_0", "wo", gate="wi_1",
+)  # fmt: skip
+_register_feed_forward(
+    "llama.mlp",  # also Mistral, Qwen ...
+    Known(
+        {"forward": "c667e32817f7"},
+        {"gate_proj": nn.Linear, "up_proj": nn.Linear, "down_proj": nn.Linear}, (), "act_fn",
+    ),
+    "gate_proj", "down_proj", gate="up_proj",
+)  # fmt: skip
+_register("t5.norm", "rms_norm", Known({"forward": "b5a15c016629"}, {}), _rms_norm)
+_register("llama.norm", "rms_norm", Known({"forward": "f5c95295c0f8"}, {}), _rms_norm)

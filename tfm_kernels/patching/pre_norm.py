@@ -1,0 +1,101 @@
+"""Pre-norm blocks of GPT-2, ViT and CLIP: the residual sum in their middle with the norm that follows it.
+
+The sum at their end belongs to the next block's norm; it stays where it is, because hidden states are read there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import block
+from .known import Known
+from .registry import Recipe, register_recipe
+from .swap import fell_back, options
+
+# fingerprints of transformers 5.23 (source.py)
+_GPT2 = Known({"forward": "4a238b12667c"}, {"ln_2": nn.LayerNorm}, calls=("ln_1", "attn", "mlp"))
+_VIT = Known(
+    {"forward": "a65e5f6b9314"},  # also DeiT
+    {"layernorm_after": nn.LayerNorm, "dropout": nn.Dropout},
+    calls=("layernorm_before", "attention", "mlp"),
+)
+_CLIP = Known(
+    {"forward": "aba5819709e3"},  # also SigLIP
+    {"layer_norm2": nn.LayerNorm},
+    calls=("layer_norm1", "self_attn", "mlp"),
+)
+
+
+def _fuse_gpt2(original: Any) -> type:
+    class Fused(original):
+        def forward(
+            self,
+            hidden_states: Tensor,
+            past_key_values: Any = None,
+            attention_mask: Any = None,
+            encoder_hidden_states: Tensor | None = None,
+            encoder_attention_mask: Any = None,
+            use_cache: bool | None = False,
+            **kwargs: Any,
+        ) -> Tensor:
+            reason = _GPT2.why_not(self) if encoder_hidden_states is None else "it attends to encoder_hidden_states"
+            if reason is not None:
+                fell_back(self, reason)
+                return super().forward(
+                    hidden_states,
+                    past_key_values,
+                    attention_mask,
+                    encoder_hidden_states,
+                    encoder_attention_mask,
+                    use_cache,
+                    **kwargs,
+                )
+            attended, _ = self.attn(
+                self.ln_1(hidden_states),
+                past_key_values=past_key_values,
+                attention_mask=attention_mask,
+                use_cache=use_cache,
+                **kwargs,
+            )
+            y, z = block.add_norm(attended, hidden_states, self.ln_2, backend=options(self).backend)
+            return z + self.mlp(y)
+
+    return Fused
+
+
+def _fuse_vit(original: Any) -> type:
+    class Fused(original):
+        def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+            reason = _VIT.why_not(self)
+            if reason is not None:
+                fell_back(self, reason)
+                return super().forward(hidden_states, attention_mask, **kwargs)
+            attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
+            told: Any = {"dropout_p": block.dropout_p(self.dropout), "backend": options(self).backend}
+            y, z = block.add_norm(attended, hidden_states, self.layernorm_after, **told)
+            return self.dropout(self.mlp(y)) + z
+
+    return Fused
+
+
+def _fuse_clip(original: Any) -> type:
+    class Fused(original):
+        def forward(self, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
+            reason = _CLIP.why_not(self)
+            if reason is not None:
+                fell_back(self, reason)
+                return super().forward(hidden_states, attention_mask, **kwargs)
+            normed = self.layer_norm1(hidden_states)
+            attended, _ = self.self_attn(hidden_states=normed, attention_mask=attention_mask, **kwargs)
+            y, z = block.add_norm(attended, hidden_states, self.layer_norm2, backend=options(self).backend)
+            return z + self.mlp(y)
+
+    return Fused
+
+
+for _name, _known, _fuse in (("gpt2", _GPT2, _fuse_gpt2), ("vit", _VIT, _fuse_vit), ("clip", _CLIP, _fuse_clip)):
+    register_recipe(
+        Recipe(f"{_name}.block", _known.recognise, _fuse, "sum and LayerNorm in one pass", _known.covers), first=False
+    )
