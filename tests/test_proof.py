@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(32, 5)
 
     def forward(self, x, padding=None):
@@ -63,9 +63,9 @@ def model():
 
 def inputs():
     generator = torch.Generator().manual_seed(1)
-    padding = torch.zeros(16, 40, dtype=torch.bool)
+    padding = torch.zeros(12, 40, dtype=torch.bool)
     padding[::3, 25:] = True
-    return {"x": torch.randn(16, 40, 32, generator=generator), "padding": padding}
+    return {"x": torch.randn(12, 40, 32, generator=generator), "padding": padding}
 
 
 # What a good patch might do, and what bad ones do. Each takes a module's class; the forward is all that changes.
@@ -114,7 +114,7 @@ class NotANumber(nn.LayerNorm):
 
 class OtherShape(FeedForward):
     def forward(self, x):
-        return super().forward(x).flatten(0, 1).view(40, 16, 32).transpose(0, 1)[:, :1]
+        return super().forward(x).flatten(0, 1).view(40, 12, 32).transpose(0, 1)[:, :1]
 
 
 class Failing(FeedForward):
@@ -125,9 +125,9 @@ class Failing(FeedForward):
 DEFECTS = {
     "0.1 % too large": ("blocks.1.norm2", TooLarge),
     "bias dropped": ("blocks.0.norm1", NoBias),
-    "one padded key seen": ("blocks.2.attention", LeakyMask),
+    "one padded key seen": ("blocks.1.attention", LeakyMask),
     "gradient 1 % too large, output right": ("blocks.1.ffn", WrongGradient),
-    "bias without gradient": ("blocks.2.ffn", NoBiasGradient),
+    "bias without gradient": ("blocks.1.ffn", NoBiasGradient),
     "one NaN": ("blocks.0.norm2", NotANumber),
     "other shape": ("blocks.1.ffn", OtherShape),
 }
@@ -166,9 +166,9 @@ def test_a_patched_model_that_raises_says_so(model):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_an_honest_patch_passes_in_every_dtype(model, dtype):
-    report = prove_patched(model, inputs(), dtype=dtype, count=2, patch=honest)
+    report = prove_patched(model, inputs(), dtype=dtype, count=1, patch=honest)
     assert report.passed, report.table()
-    assert len(report.replaced) == 6 and {row.kind for row in report.rows} == {"output", "gradient", "step", "module"}
+    assert len(report.replaced) == 4 and {row.kind for row in report.rows} == {"output", "gradient", "step", "module"}
     assert sum(row.kind == "gradient" for row in report.rows) == len(list(model.parameters()))
 
 
@@ -180,7 +180,7 @@ def test_identical_models_pass_and_the_report_says_that_nothing_was_replaced(mod
 
 
 def test_a_defect_shows_in_the_training_steps_too(model):
-    report = prove_patched(model, inputs(), count=2, patch=spoiled("blocks.1.ffn", WrongGradient))
+    report = prove_patched(model, inputs(), count=1, patch=spoiled("blocks.1.ffn", WrongGradient))
     assert any(row.kind == "step" and not row.passed for row in report.rows)
 
 
@@ -207,12 +207,28 @@ def test_the_model_is_left_alone(model):
 
 def test_a_loss_and_inputs_with_gradients(model):
     given = {**inputs(), "x": inputs()["x"].requires_grad_()}
-    loss = lambda output: F.cross_entropy(output["logits"].flatten(0, 1), torch.arange(640) % 5)
+    loss = lambda output: F.cross_entropy(output["logits"].flatten(0, 1), torch.arange(480) % 5)
     report = prove_patched(model, given, loss_fn=loss, count=1, patch=honest)
     assert report.passed, report.table()
     assert any(row.module == "input" for row in report.rows)
     with pytest.raises(ValueError, match="loss_fn must return a tensor of one element, got a tensor of shape"):
         prove_patched(model, given, loss_fn=lambda output: output["hidden"], patch=honest)
+
+
+def test_a_model_whose_only_output_is_its_loss(model):
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return F.cross_entropy(self.model(x)["logits"].flatten(0, 1), torch.arange(480) % 5)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        report = prove_patched(WithLoss(), inputs()["x"], dtype=dtype, count=1, patch=honest)
+        assert report.passed, report.table()
+    report = prove_patched(WithLoss(), inputs()["x"], patch=spoiled("model.blocks.1.norm2", TooLarge))
+    assert report.culprits == ["model.blocks.1.norm2"]
 
 
 def test_padded_positions_that_were_not_computed_are_left_out():

@@ -14,7 +14,7 @@ from .. import patching
 from . import modules, steps
 from .report import ProofReport as ProofReport
 from .report import Row as Row
-from .rule import Judge
+from .rule import Judge, typical_error
 from .runs import Call, forward
 from .side_by_side import Models, PatchedFails, padding_of, run_three, without_padding
 
@@ -101,7 +101,8 @@ def prove_patched(
         raise RuntimeError(f"prove: the patched {report.model} fails where the original runs: {error}") from error
     for name, mask in trio.ignored.items():
         report.notes.append(f"{name}: {int(mask.sum())} of {mask.numel()} positions are padding and not compared")
-    report.rows += judge.compare("output", *trio.outputs(), module="")
+    typical = typical_error(trio.exact.gradients, trio.stock.gradients)
+    report.rows += judge.compare("output", *trio.outputs(), module="", typical=typical)
     if not model.training:
         progress("patched model without a graph")
         with torch.no_grad():
@@ -109,7 +110,7 @@ def prove_patched(
         ignored = padding_of(plain, stock, call)
         outputs = [without_padding(values, ignored) for values in (trio.exact.outputs, trio.stock.outputs, plain)]
         renamed = [{f"{name}, no_grad": value for name, value in values.items()} for values in outputs]
-        report.rows += judge.compare("output", *renamed, module="")
+        report.rows += judge.compare("output", *renamed, module="", typical=typical)
     for name, reasons in getattr(patches, "fallbacks", {}).items():
         report.notes += [f"{name or 'the model'} ran its original code, because {reason}" for reason in reasons]
     report.rows += judge.compare("gradient", *trio.gradients())
@@ -129,7 +130,7 @@ def prove_patched(
         ):
             tell = lambda stage, what=what: progress(f"{what}, {stage}")  # noqa: E731
             paths.append(steps.train(each, call.to(width), own, count, rate, loss_fn, trio.ignored, tell))
-        report.rows += judge.compare("step", *(path.losses for path in paths), module="")
+        report.rows += judge.compare("step", *(path.losses for path in paths), module="", typical=typical)
         report.rows += judge.compare("step", *(path.moves for path in paths))
     report.seconds = time.perf_counter() - started
     return report

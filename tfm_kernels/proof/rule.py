@@ -10,11 +10,14 @@ factor is ``limit`` for 16-bit types, where storage rounding makes the error and
 float32 and float64 it is limit * 2 / 1.05, so 2 by default: there the order of the sums makes it, which differs between
 any two libraries (rule C2 of the numeric contract, tfm_kernels/testing, has the same numbers).
 
-3 t / sqrt(m): m samples measure a typical error t = max(|S - R| / scale, that of all tensors of its kind together) only
-to about 1 / sqrt(m) of itself; three of these. A layer fed alone makes its errors afresh, and m = n: 0.4 % for a weight
-of 384 x 1536. A whole model or stack hands errors on until they lean on each other, and m = sqrt(n):
-12 % for that weight. Measured on MiniLM in bfloat16, another library's LayerNorm, no better and no worse, changed the
-error of such a weight's gradient by up to 14 %, and that of a bias of 384 by up to 37 %.
+3 t / sqrt(m): m samples measure a typical error t only to about 1 / sqrt(m) of itself; three of these. t is the largest
+of u / 2, of |S - R| / scale, of the same for all tensors of its kind together, and, for outputs and losses, of the same
+for the gradients (a loss is one sample: it may be right by luck). m is counted from the errors: (sum of e)^2 / sum of
+e^2, over the squared errors e of the rows, or of the columns, of S and of K, whichever is least. A pre-activation near
+ReLU's kink falls to the one side or the other, and then a handful of rows of a weight's gradient hold most of its
+error. A whole model or stack hands errors on until all lean on each other, so there m <= sqrt(n): measured on MiniLM in
+bfloat16, another library's LayerNorm, no better and no worse, changed the error of a weight's gradient by up to 14 %,
+of a bias's by up to 37 %.
 
 scale = max(|R|, |all| sqrt(n / N)): a tensor is never judged by less than its fair share, by elements, of the norm of
 all tensors of its kind. The gradient of a bias on attention's keys is 0 in exact arithmetic (softmax does not see it),
@@ -65,6 +68,7 @@ class Judge:
         *,
         module: str | None = None,
         leaning: float | None = None,
+        typical: float = 0.0,
     ) -> list[Row]:
         """One row or two for each tensor of one kind; what only the patched model gives is not judged.
 
@@ -76,6 +80,7 @@ class Judge:
             module: the rows' module; None takes it from the tensor's name, "encoder.0.weight" -> "encoder.0".
             leaning: what a leaning error of a layer fed alone may have, in units of u; None where errors are handed on
                 from layer to layer.
+            typical: the least that counts as a typical error, relative.
         """
         rows, errors = [], {}
         for name, exact in truth.items():
@@ -88,13 +93,14 @@ class Judge:
                 rows.append(Row(kind, place, tensor, exact.numel(), 0.0, math.inf, 0.0, "form", problem))
                 errors.pop(name, None)
         total = math.sqrt(sum(error.size**2 for error in errors.values()))
-        typical = math.sqrt(sum(error.stock**2 for error in errors.values())) / total if total else 0.0
+        pooled = math.sqrt(sum(error.stock**2 for error in errors.values())) / total if total else 0.0
+        typical = max(typical, pooled, rounding(self.dtype).unit / 2)
         elements = sum(error.elements for error in errors.values())
         for name, error in errors.items():
             if error.elements:
                 share = total * math.sqrt(error.elements / elements)
                 place, tensor = _place(kind, name, module)
-                samples = error.elements if leaning is not None else math.sqrt(error.elements)
+                samples = error.samples if leaning is not None else min(error.samples, math.sqrt(error.elements))
                 rows.append(self._size(kind, place, tensor, error, max(error.size, share), typical, samples))
                 if leaning is not None and rounding(self.dtype).narrow and error.size > 0.5 * share:
                     rows.append(self._bias(kind, place, tensor, error, leaning))
@@ -117,6 +123,14 @@ class Judge:
         return Row(kind, module, tensor, error.elements, error.stock_bias, error.patched_bias, allowed, "bias")
 
 
+def typical_error(truth: Mapping[str, Tensor], stock: Mapping[str, Tensor]) -> float:
+    """|S - R| / |R| of all tensors together."""
+    both = [(exact.double(), stock[name].double()) for name, exact in truth.items() if name in stock]
+    size = sum(float(exact.square().sum()) for exact, _ in both)
+    found = math.sqrt(sum(float((s - exact).square().sum()) for exact, s in both) / size) if size > 0.0 else 0.0
+    return found if math.isfinite(found) else 0.0
+
+
 class _Error:
     """The errors of one tensor, where R is finite."""
 
@@ -133,11 +147,22 @@ class _Error:
         touched = used & ((exact != 0.0) | (stock != 0.0) | (patched != 0.0))  # most rows of an embedding are not
         self.elements = int(touched.sum())
         self.rows = max(1, int(touched.any(-1).sum()) if touched.dim() > 1 else self.elements)
+        self.samples = min(_samples(stock - exact), _samples(patched - exact))
         self.size = float(exact.norm())
         self.stock, self.patched = float((stock - exact).norm()), float((patched - exact).norm())
         square = self.size**2 or 1.0
         self.stock_bias = abs(float(((stock - exact) * exact).sum())) / square
         self.patched_bias = abs(float(((patched - exact) * exact).sum())) / square
+
+
+def _samples(error: Tensor) -> float:
+    """How many equal, independent parts would scatter as the rows or the columns of this error do."""
+    squares = error.square().flatten(0, -2) if error.dim() > 1 else error.square().reshape(-1, 1)
+    least = float("inf")
+    for parts in (squares.sum(0), squares.sum(1)):
+        if parts.numel() > 1 and bool(parts.any()):
+            least = min(least, float(parts.sum().square() / parts.square().sum()))
+    return least if math.isfinite(least) else float(max(1, error.numel()))
 
 
 def _form(exact: Tensor, stock: Tensor | None, patched: Tensor | None) -> str | None:

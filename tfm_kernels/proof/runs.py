@@ -47,7 +47,7 @@ class Call:
     def to(self, dtype: torch.dtype | None, *, all_gradients: bool = False) -> Call:
         """A copy that shares no memory, floating tensors in ``dtype`` (None keeps theirs).
 
-        They require gradients where the originals do, or all of them; what is no tensor is copied deeply.
+        They require gradients where the originals do, or all but additive masks; what is no tensor is copied deeply.
         """
 
         def fresh(value: Any) -> Any:
@@ -55,7 +55,7 @@ class Call:
                 return copy.deepcopy(value)
             if not value.is_floating_point():
                 return value.detach().clone()
-            wanted = value.requires_grad or all_gradients
+            wanted = value.requires_grad or all_gradients and not _is_mask(value)
             return value.detach().clone().to(dtype or value.dtype).requires_grad_(wanted)
 
         args, kwargs = pytree.tree_map(fresh, (self.args, self.kwargs))
@@ -169,6 +169,11 @@ def named_tensors(result: Any, name: str = "output") -> dict[str, Tensor]:
     else:
         return {}
     return {key: value for part, inner in parts for key, value in named_tensors(inner, f"{name}.{part}").items()}
+
+
+def _is_mask(value: Tensor) -> bool:
+    """Whether a floating argument hides something rather than carrying a signal: 0 where it does not."""
+    return not bool(value.any()) or bool((value < -1e4).any())
 
 
 def device_of(model: nn.Module, call: Call) -> torch.device:
