@@ -1,4 +1,4 @@
-"""Bad calls of ffn, written out: each is refused before a backend is chosen, in one sentence that says what is wrong."""
+"""Bad calls of ffn, written out: each is refused before a backend is chosen, in one sentence."""
 
 import math
 

@@ -91,7 +91,7 @@ def feed_forward(
         None if gate is None else gate.weight,
     ]
     dtype = autocast_dtype(x.device)
-    tensors: list[Any] = [autocast(t, dtype) for t in (x, *weights)]
+    tensors: list[Any] = [x, *weights] if dtype is None else [autocast(t, dtype) for t in (x, *weights)]
     x, w1, b1, w2, b2, w3 = tensors
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
 

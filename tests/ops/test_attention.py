@@ -1,0 +1,361 @@
+"""Attention: every line of its semantics, on every backend that runs here. Numbers are judged in test_contract.py."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradgradcheck
+
+import tfm_kernels as tfk
+from tfm_kernels import Mask
+
+BACKENDS = ["reference", "aten", "cpu"]
+WITH_LSE = ["reference", "cpu"]  # aten cannot: F.scaled_dot_product_attention returns no lse
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SEED = torch.tensor(20261121)
+NAN = float("nan")
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(batch=2, heads=4, key_heads=4, queries=5, keys=7, width=8, value_width=8, dtype=torch.float32):
+    shapes = (batch, heads, queries, width), (batch, key_heads, keys, width), (batch, key_heads, keys, value_width)
+    return [randn(*shape, dtype=dtype, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def run(backend, q, k, v, mask=None, **options):
+    """out and the gradients of q, k, v for a fixed random dout."""
+    out = tfk.ops.attention(q, k, v, mask, backend=backend, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    return out, *torch.autograd.grad(out, (q, k, v), randn(*out.shape, dtype=out.dtype, seed=9))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_meaning(backend, dtype):
+    q, k, v = qkv(dtype=dtype)
+    out = tfk.ops.attention(q, k, v, backend=backend)
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert out.dtype == dtype and out.transpose(1, 2).is_contiguous() or backend == "aten"
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [None, 0.0, 0.3, -1.0])
+def test_scale(backend, scale):
+    q, k, v = qkv(dtype=torch.float64)
+    factor = 1 / math.sqrt(8) if scale is None else scale
+    expected = (q @ k.transpose(-1, -2) * factor).softmax(-1) @ v
+    torch.testing.assert_close(tfk.ops.attention(q, k, v, scale=scale, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_sees_no_key_is_zero_with_zero_gradients(backend, dtype):
+    q, k, v = qkv(dtype=dtype)
+    keep = torch.ones(5, 7, dtype=torch.bool)
+    keep[2] = False
+    out, dq, dk, dv = run(backend, q, k, v, Mask.keep(keep))
+    assert (out[:, :, 2] == 0).all() and (dq[:, :, 2] == 0).all()
+    assert all(t.isfinite().all() for t in (out, dq, dk, dv))
+    lengths = Mask.lengths(torch.tensor([0, 7]))
+    out, dq, dk, dv = run(backend, q, k, v, lengths)
+    assert all((t[0] == 0).all() and t.isfinite().all() for t in (out, dq, dk, dv))
+
+
+@pytest.mark.parametrize("backend", WITH_LSE)
+def test_lse(backend):
+    q, k, v = qkv(dtype=torch.float64)
+    keep = torch.ones(5, 7, dtype=torch.bool)
+    keep[2] = False
+    _, lse = tfk.ops.attention(q, k, v, Mask.keep(keep), return_lse=True, backend=backend)
+    expected = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(~keep, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(lse, expected)
+    assert (lse[:, :, 2] == -torch.inf).all()
+    kept = lse[:, :, [0, 1, 3, 4]].sum()
+    want = expected[:, :, [0, 1, 3, 4]].sum()
+    for a, b in zip(torch.autograd.grad(kept, (q, k)), torch.autograd.grad(want, (q, k)), strict=True):
+        torch.testing.assert_close(a, b)
+    low = [t.bfloat16() for t in (q, k, v)]
+    assert tfk.ops.attention(*low, return_lse=True, backend=backend)[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_least_finite_bias_gives_the_mean_and_minus_infinity_hides(backend, dtype):
+    q, k, v = (t.detach() for t in qkv(dtype=dtype))
+    bias = torch.full((5, 7), torch.finfo(torch.float32).min)
+    if backend != "aten":  # PyTorch adds the bias in the dtype of query
+        out = tfk.ops.attention(q, k, v, bias=bias, backend=backend)
+        mean = v.double().mean(2, keepdim=True).expand_as(out)
+        torch.testing.assert_close(out.double(), mean, rtol=0, atol=2 * torch.finfo(dtype).eps)
+    hidden = torch.zeros(5, 7)
+    hidden[:, 3:] = -torch.inf
+    out = tfk.ops.attention(q, k, v, bias=hidden.to(dtype), backend=backend)
+    torch.testing.assert_close(
+        out, tfk.ops.attention(q, k[:, :, :3], v[:, :, :3], backend=backend), rtol=0, atol=2 * torch.finfo(dtype).eps
+    )
+
+
+HIDDEN_TAIL = {
+    "lengths": lambda: Mask.lengths(torch.tensor([4, 4])),
+    "keep per key": lambda: Mask.keep((torch.arange(7) < 4).expand(2, 1, 1, 7)),
+    "keep per pair": lambda: Mask.keep((torch.arange(7) < 4).expand(5, 7)),
+    "hide": lambda: Mask.hide((torch.arange(7) >= 4).expand(2, 4, 5, 7)),
+    "window": lambda: Mask.window(None, 0) & Mask.keep((torch.arange(7) < 4).expand(1, 1, 1, 7)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", HIDDEN_TAIL)
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_what_lies_in_padding_changes_no_bit(backend, kind, bad):
+    clean, dirty = qkv(), qkv()
+    with torch.no_grad():
+        for t in dirty[1:]:
+            t[:, :, 4:] = bad
+    mask = HIDDEN_TAIL[kind]()
+    for a, b in zip(run(backend, *clean, mask), run(backend, *dirty, mask), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])  # PyTorch's CPU kernel gives 0 for a query row of NaN
+def test_nan_where_it_is_seen(backend):
+    q, k, v = qkv()
+    with torch.no_grad():
+        q[0, 1, 2] = NAN
+    out, dq, dk, dv = run(backend, q, k, v)
+    assert out[0, 1, 2].isnan().all() and dq[0, 1, 2].isnan().all()
+    rest = torch.ones_like(out, dtype=torch.bool)
+    rest[0, 1, 2] = False
+    assert out[rest].isfinite().all()
+    assert dk[0, 1].isnan().any() and dk[1].isfinite().all()
+    q, k, v = qkv()
+    with torch.no_grad():
+        v[0, 0, 3, 1] = NAN
+    out = tfk.ops.attention(q, k, v, backend=backend)
+    assert out[0, 0, :, 1].isnan().all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("queries, keys", [(5, 5), (3, 7), (7, 3)])
+def test_causal_is_top_left_unless_told_otherwise(backend, queries, keys):
+    q, k, v = qkv(queries=queries, keys=keys, dtype=torch.float64)
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)[None]
+    top = tfk.ops.attention(q, k, v, Mask.causal(), backend=backend)
+    torch.testing.assert_close(top, tfk.ops.attention(q, k, v, Mask.keep(j <= i), backend="reference"))
+    bottom = tfk.ops.attention(q, k, v, Mask.causal("bottom_right"), backend=backend)
+    keep = Mask.keep(j <= i + keys - queries)
+    torch.testing.assert_close(bottom, tfk.ops.attention(q, k, v, keep, backend="reference"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch, queries, keys", [(0, 5, 7), (2, 0, 7), (2, 5, 0), (0, 0, 0)])
+def test_nothing_in_nothing_out(backend, batch, queries, keys):
+    q, k, v = qkv(batch=batch, queries=queries, keys=keys)
+    out, *gradients = run(backend, q, k, v)
+    assert out.shape == (batch, 4, queries, 8) and (out == 0).all()
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape] and all((g == 0).all() for g in gradients)
+
+
+SHAPES = [(2, 4, 5, 7), (2, 1, 5, 7), (1, 4, 5, 7), (2, 1, 1, 7), (1, 1, 5, 1), (5, 7)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bias_broadcasts_and_its_gradient_is_reduced(backend, shape):
+    q, k, v = (t.detach() for t in qkv(dtype=torch.float64))
+    bias = randn(*shape, dtype=torch.float64, seed=4).requires_grad_()
+    out = tfk.ops.attention(q, k, v, bias=bias, backend=backend)
+    expected = (q @ k.transpose(-1, -2) / math.sqrt(8) + bias).softmax(-1) @ v
+    torch.testing.assert_close(out, expected)
+    dout = randn(*out.shape, dtype=torch.float64, seed=5)
+    (a,), (b,) = torch.autograd.grad(out, bias, dout), torch.autograd.grad(expected, bias, dout)
+    assert a.shape == bias.shape
+    torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_raw_masks_follow_pytorch(backend):
+    q, k, v = qkv(dtype=torch.float64)
+    keep = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(1)) < 0.7
+    expected = F.scaled_dot_product_attention(q, k, v, keep)
+    torch.testing.assert_close(tfk.ops.attention(q, k, v, keep, backend=backend), expected)
+    added = randn(5, 7, dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(q, k, v, added)
+    torch.testing.assert_close(tfk.ops.attention(q, k, v, added, backend=backend), expected)
+    with pytest.raises(ValueError, match=r"write \(B, 1, Tq, Tk\) with .unsqueeze\(1\)"):
+        tfk.ops.attention(q, k, v, torch.ones(2, 5, 7, dtype=torch.bool), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_everything_at_once(backend):
+    """Causal x window x lengths x keep x bias x GQA x Dv != D x Tq != Tk, and dropout where the backend has it."""
+    q, k, v = qkv(heads=6, key_heads=2, queries=9, keys=11, width=5, value_width=3, dtype=torch.float64)
+    keep = torch.rand(2, 6, 9, 11, generator=torch.Generator().manual_seed(1)) < 0.8
+    mask = Mask.causal("bottom_right") & Mask.window(6, None) & Mask.lengths(torch.tensor([8, 11])) & Mask.keep(keep)
+    options = {"bias": randn(1, 6, 1, 11, dtype=torch.float64, seed=7), "scale": 0.4}
+    if backend != "aten":
+        options |= {"dropout_p": 0.3, "seed": SEED}
+    for a, b in zip(run(backend, q, k, v, mask, **options), run("reference", q, k, v, mask, **options), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+LAYOUTS = {
+    "(B, T, H, D) storage": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "slices of one projection": lambda t: torch.cat([t, t, t], -1)[..., t.shape[-1] : 2 * t.shape[-1]],
+    "every second feature": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "features outermost": lambda t: t.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+    "misaligned": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layout_changes_no_bit(layout, dtype):
+    plain = qkv(queries=70, keys=65, dtype=dtype)
+    laid = [LAYOUTS[layout](t.detach()).requires_grad_() for t in plain]
+    for a, b in zip(run("cpu", *plain, Mask.causal()), run("cpu", *laid, Mask.causal()), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", WITH_LSE)
+def test_dropout_is_the_shared_rule(backend):
+    """q = 0 makes all weights equal; one-hot values read them off the output."""
+    from tfm_kernels import dropout
+
+    keys = 9
+    q, v = torch.zeros(2, 3, 4, keys), torch.eye(keys).expand(2, 3, keys, keys)
+    out = tfk.ops.attention(q, v, v, dropout_p=0.4, seed=SEED, backend=backend)
+    keep = dropout.keep_mask(SEED, 0.4, dropout.attention_rows(2, 3, 4, "cpu"), keys)
+    assert torch.equal(out != 0, keep)
+    torch.testing.assert_close(out[keep], torch.full_like(out[keep], 1 / keys / 0.6))
+    assert (tfk.ops.attention(q, v, v, dropout_p=1.0, seed=SEED, backend=backend) == 0).all()
+    plain = tfk.ops.attention(q, v, v, backend=backend)
+    assert torch.equal(tfk.ops.attention(q, v, v, dropout_p=0.0, seed=SEED, backend=backend), plain)
+
+
+@pytest.mark.parametrize("backend", WITH_LSE)
+def test_packed_and_padded_runs_agree(backend):
+    """Same tokens, same dropout, forward and backward, each segment against its row of the padded batch."""
+    lengths, longest = [3, 0, 7, 5], 7
+    q, k, v = qkv(batch=4, queries=longest, keys=longest, key_heads=2, dtype=torch.float64)
+    keep = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    mask = Mask.causal() & Mask.lengths(torch.tensor(lengths))
+    options = {"dropout_p": 0.3, "seed": SEED, "backend": backend}
+    padded = tfk.ops.attention(q, k, v, mask, **options).transpose(1, 2)[keep]
+    packed = [t.transpose(1, 2)[keep] for t in (q, k, v)]
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    out = tfk.ops.attention_varlen(*packed, ends, ends, longest, longest, Mask.causal(), **options)
+    torch.testing.assert_close(out, padded)
+    dout = randn(*out.shape, dtype=torch.float64, seed=3)
+    for a, b in zip(*(torch.autograd.grad(o, (q, k, v), dout) for o in (out, padded)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scaled_dot_product_attention_is_torchs(backend):
+    q, k, v = qkv(heads=4, key_heads=2, dtype=torch.float64)
+    for options in (
+        {"is_causal": True, "enable_gqa": True},
+        {"enable_gqa": True, "scale": 0.2},
+        {"attn_mask": torch.rand(5, 7) < 0.9, "enable_gqa": True},
+        {"attn_mask": randn(2, 4, 5, 7, dtype=torch.float64), "enable_gqa": True},
+    ):
+        ours = tfk.ops.scaled_dot_product_attention(q, k, v, backend=backend, **options)
+        torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v, **options).nan_to_num(0.0))
+    flat = [t[:, 0] for t in (q, k, v)]
+    ours = tfk.ops.scaled_dot_product_attention(*flat, attn_mask=torch.ones(2, 5, 7) > 0, backend=backend)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(*flat))
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_attention_weights_are_exact(average):
+    q, k, v = qkv(dtype=torch.float64)
+    mask = Mask.causal() & Mask.lengths(torch.tensor([0, 5]))
+    _, lse = tfk.ops.attention(q, k, v, mask, return_lse=True, backend="cpu")
+    weights = tfk.ops.attention_weights(q, k, lse, mask, average=average)
+    visible = mask.dense(2, 4, 5, 7)
+    expected = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+    torch.testing.assert_close(weights, expected.mean(1) if average else expected)
+    some = tfk.ops.attention_weights(q, k, lse, mask, rows=torch.tensor([1, 4]), heads=torch.tensor([2]))
+    torch.testing.assert_close(some, expected[:, [2]][:, :, [1, 4]])
+
+
+def test_double_backward():
+    q, k, v = qkv(batch=1, heads=1, key_heads=1, queries=2, keys=3, width=2, value_width=2, dtype=torch.float64)
+    assert gradgradcheck(lambda *a: tfk.ops.attention(*a, backend="reference"), (q, k, v))
+    out = tfk.ops.attention(q, k, v, backend="cpu")
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention: the cpu backend is differentiable once"):
+        dq.sum().backward()
+
+
+def test_repeatable_on_any_number_of_threads():
+    q, k, v = qkv(heads=8, key_heads=2, queries=130, keys=150)
+    bias = randn(1, 8, 1, 150, seed=5).requires_grad_()
+
+    def once(threads):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            out = tfk.ops.attention(q, k, v, bias=bias, dropout_p=0.1, seed=SEED, backend="cpu")
+            return out, *torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out))
+        finally:
+            torch.set_num_threads(before)
+
+    first = once(2)
+    for threads in (2, 1):
+        assert all(torch.equal(a, b) for a, b in zip(first, once(threads), strict=True))
+
+
+def test_compiles_to_one_graph_and_trains():
+    @torch.compile(fullgraph=True)
+    def step(q, k, v, lengths):
+        mask = Mask.causal() & Mask.lengths(lengths)
+        return tfk.ops.attention(q, k, v, mask, dropout_p=0.2, seed=SEED, backend="cpu")
+
+    q, k, v = qkv()
+    lengths = torch.tensor([4, 7])
+    out = step(q, k, v, lengths)
+    mask = Mask.causal() & Mask.lengths(lengths)
+    eager = tfk.ops.attention(q, k, v, mask, dropout_p=0.2, seed=SEED, backend="cpu")
+    torch.testing.assert_close(out, eager)
+    dout = randn(*out.shape, seed=3)
+    for a, b in zip(*(torch.autograd.grad(o, (q, k, v), dout) for o in (out, eager)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_checkpointed_recompute_draws_the_same_mask():
+    q, k, v = qkv()
+    call = lambda q: tfk.ops.attention(q, k, v, dropout_p=0.5, backend="cpu")
+    gradients = []
+    for runner in (call, lambda q: torch.utils.checkpoint.checkpoint(call, q, use_reentrant=False)):
+        torch.manual_seed(5)
+        gradients.append(torch.autograd.grad(runner(q).square().sum(), q)[0])
+    assert torch.equal(*gradients)
+
+
+def test_extra_memory_does_not_grow_with_the_square_of_the_length():
+    """Forward and backward of 8192 keys: a (T, T) matrix of one head would be 256 MiB; all that lives is O(T)."""
+    code = (
+        "import resource, torch, tfm_kernels as tfk\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
+        "torch.set_num_threads(2)\n"
+        "small, large = ([torch.randn(1, 1, t, 16).requires_grad_() for _ in range(3)] for t in (256, 8192))\n"
+        "tfk.ops.attention(*small, backend='cpu').sum().backward()\n"
+        "before = peak()\n"
+        "tfk.ops.attention(*large, backend='cpu').sum().backward()\n"
+        "print(peak() - before)"
+    )
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 48, f"{done.stdout} MiB"
