@@ -103,7 +103,23 @@ def _large():
             yield "ffn", {"dtype": dtype, **plain, **shape, **options}
 
 
-LARGE = tuple(_large())
+def _found():
+    """Calls that once went wrong."""
+    plain = {
+        "data": "randn",
+        "layout": "contiguous",
+        "dropout_p": 0.0,
+        "dv": "same",
+        "scale": None,
+        "bias_dtype": "same",
+    }
+    for dtype in ("f32", "bf16"):
+        # A panel of queries of which one row sees one key: the backward took in the keys that fill up its tile.
+        shape = {"lengths_qk": (130, 66), "heads": (1, 1, 1), "d": 64, "band": "window_5_2_br", "key_lengths": "none"}
+        yield "attention", {"dtype": dtype, **plain, **shape, "keep": "none", "bias": "none", "return_lse": True}
+
+
+EXTRA = (*_large(), *_found())
 
 
 def word(name, level):

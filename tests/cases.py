@@ -104,7 +104,7 @@ def _cases():
         for levels in all_pairs(case_inputs.FACTORS[family], count, seed):
             case = Case(levels.get("op", family), levels)
             cases.setdefault(case.id, case)
-    for op, levels in case_inputs.LARGE:
+    for op, levels in case_inputs.EXTRA:
         case = Case(op, levels)
         cases.setdefault(case.id, case)
     return list(cases.values())

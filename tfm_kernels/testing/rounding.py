@@ -51,6 +51,8 @@ class Expected:
         zeros: where the result has to be exactly 0 (dropped elements), or None.
         extra: relative Frobenius error that a float32 kernel may have on top of the eager formula's (C2), where the
             algorithms differ.
+        fair: whether the eager formula's error is a measure at all (C2): not where it is exact by luck, or rests on a
+            handful of independent roundings.
     """
 
     value: Tensor
@@ -58,6 +60,7 @@ class Expected:
     dtype: torch.dtype
     zeros: Tensor | None = None
     extra: float = 0.0
+    fair: bool = True
 
 
 def reach(t: Tensor, dtype: torch.dtype) -> Tensor:
