@@ -57,8 +57,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def autocast(tensor: Any, dtype: torch.dtype) -> Any:
+def autocast(tensor: Any, dtype: torch.dtype | None) -> Any:
     """``tensor`` as autocast would pass it to an operation in ``dtype``: float64 and None stay as they are."""
-    if tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+    if dtype is None or tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
         return tensor
     return tensor.to(dtype)
