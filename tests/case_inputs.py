@@ -115,7 +115,7 @@ def _found():
     }
     for dtype in ("f32", "bf16"):
         # A panel of queries of which one row sees one key: the backward took in the keys that fill up its tile.
-        shape = {"lengths_qk": (130, 66), "heads": (1, 1, 1), "d": 64, "band": "window_5_2_br", "key_lengths": "none"}
+        shape = {"lengths_qk": (129, 66), "heads": (1, 1, 1), "d": 64, "band": "causal_br", "key_lengths": "none"}
         yield "attention", {"dtype": dtype, **plain, **shape, "keep": "none", "bias": "none", "return_lse": True}
 
 

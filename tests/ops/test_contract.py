@@ -49,7 +49,7 @@ def masks(batch, heads, tq, tk):
     yield from (band & lengths & keep(batch, 1, tq, tk) for band in BANDS)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 70, 70), (2, 2, 33, 129), (1, 2, 130, 66), (1, 1, 1, 65)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 70, 70), (2, 2, 33, 129), (1, 2, 129, 66), (1, 1, 1, 65)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_visible_pairs_are_exact(shape, dtype, dropout_p, kernel, device):
