@@ -164,6 +164,11 @@ def _stock(module, query, key, value, attention_mask, dropout, scaling, position
     if position_bias is not None:
         kwargs = {**kwargs, "position_bias": position_bias}
     stock = AttentionInterface._global_mapping["sdpa"]
+    if _original(module.config) == "eager":  # which is a function of each family's own
+        stock = getattr(sys.modules[type(module).__module__], "eager_attention_forward", stock)
+        if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
+            hidden = torch.finfo(query.dtype).min
+            attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, hidden)
     return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
@@ -244,6 +249,8 @@ def why_not(model: Any) -> str | None:
         return "config.output_attentions is set"
     if not model._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface"
+    if not model._supports_sdpa:
+        return "its attention does more than scaled_dot_product_attention can"
     if current not in REPLACES and not str(current).startswith(NAME):
         return f"its attention implementation {current!r} was chosen on purpose"
     return None

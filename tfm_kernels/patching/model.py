@@ -47,16 +47,20 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     covered: dict[int, str] = {}
     entries, modules = [], []
     undo: list[tuple[nn.Module, swap.Options | None]] = []
-    switched = _switch_attention(model, backend, packed, undo)
-    for name, module in model.named_modules():
-        if id(module) in covered:
-            replaced, note = True, f"runs inside {covered[id(module)]}"
-        elif id(module) in switched:
-            replaced, note = switched[id(module)]
-        else:
-            replaced, note = _apply(module, name, packed, backend, covered, undo)
-        entries.append(Entry(name, type(module).__name__, replaced, note))
-        modules.append(module)
+    try:
+        switched = _switch_attention(model, backend, packed, undo)
+        for name, module in model.named_modules():
+            if id(module) in covered:
+                replaced, note = True, f"runs inside {covered[id(module)]}"
+            elif id(module) in switched:
+                replaced, note = switched[id(module)]
+            else:
+                replaced, note = _apply(module, name, packed, backend, covered, undo)
+            entries.append(Entry(name, type(module).__name__, replaced, note))
+            modules.append(module)
+    except BaseException:  # a recipe of the user's failed: no half-patched model is left behind
+        _undo(undo)
+        raise
     return PatchReport(entries, modules, _notes(entries), functools.partial(_undo, undo))
 
 

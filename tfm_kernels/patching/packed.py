@@ -71,7 +71,7 @@ def packing(
         layers: its layers; each has to be fused, and nobody may watch what goes into it and out.
         why_not: why_not(layer) tells what keeps a layer from running fused, or None.
     """
-    if mask is None or not options(stack).packed or guard.tracing(x):
+    if mask is None or not options(stack).packed or guard.tracing(x) or x.numel() == 0:
         return None
     keep = _key_padding(mask, *x.shape[:2])
     reason = None
