@@ -59,6 +59,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises ``input``."""
+        if isinstance(input, Tensor) and (input.is_nested or not ordinary(input, self.weight, self.bias)):
+            return super().forward(input)  # a tensor of a kind of its own (sharded, nested) knows its own way
         x = _rows("LayerNorm", input, self.normalized_shape)
         y = ops.layer_norm(x, _flat(self.weight), _flat(self.bias), self.eps, backend=self.backend)
         return y.view(input.shape)
@@ -106,6 +108,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises ``x``."""
+        if isinstance(x, Tensor) and (x.is_nested or not ordinary(x, self.weight)):
+            return super().forward(x)
         rows = _rows("RMSNorm", x, self.normalized_shape)
         return ops.rms_norm(rows, _flat(self.weight), _eps(self, rows), backend=self.backend).view(x.shape)
 
