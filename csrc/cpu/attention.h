@@ -87,6 +87,19 @@ inline float exp2_fast(float x) {
   return p * std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) + 127u) << 23);
 }
 inline double exp2_fast(double x) { return std::exp2(x); }
+inline Vec exp2_fast(Vec x) {  // the same, lane by lane
+  x = at::vec::clamp_min(x, Vec(-127.0f));
+  const Vec magic(12582912.0f), shifted = x + magic, r = x - (shifted - magic);
+  Vec p = at::vec::fmadd(Vec(1.535336188319500e-4f), r, Vec(1.339887440266574e-3f));
+  p = at::vec::fmadd(p, r, Vec(9.618437357674640e-3f));
+  p = at::vec::fmadd(p, r, Vec(5.550332471162809e-2f));
+  p = at::vec::fmadd(p, r, Vec(2.402264791363012e-1f));
+  p = at::vec::fmadd(p, r, Vec(6.931472028550421e-1f));
+  p = at::vec::fmadd(p, r, Vec(1.0f));
+  using Bits = at::vec::Vectorized<int32_t>;
+  return p * std::bit_cast<Vec>((std::bit_cast<Bits>(shifted) + Bits(127)) << Bits(23));
+}
+inline at::vec::Vectorized<double> exp2_fast(at::vec::Vectorized<double> x) { return x.exp2(); }
 
 // float64 has no matrix library here: it exists to check gradients.
 inline void gemm_tile(int64_t m, int64_t n, int64_t k, const double* a, int64_t lda,

@@ -38,7 +38,7 @@ struct AttentionFwdScratch {
     q = take(std::max<int64_t>(a.rows, 64) * a.d);
     s = take(a.rows * a.tile);
     out = take(a.rows * dv);
-    statistics = take(a.rows * 18);
+    statistics = take(a.rows * 2);
     factors = take(a.dropout.active() ? a.tile + keys : 0);
     elements = at;
     bytes = at * element_size + 2 * a.rows * 8 + (keys + 1) * 9 + 64;
@@ -51,8 +51,9 @@ namespace {
 template <typename T>
 class Worker {
   using C = compute_t<T>;
+  static constexpr double kLog2E = 1.4426950408889634;
   static constexpr C kNothing = -std::numeric_limits<C>::infinity();
-  static constexpr int kLanes = 16;
+  using V = at::vec::Vectorized<C>;
 
  public:
   Worker(const AttentionFwd& args, char* scratch)
@@ -64,8 +65,7 @@ class Worker {
     q_rows = base + layout.q;
     s_rows = base + layout.s;
     out_rows = base + layout.out;
-    top = base + layout.statistics;
-    sums = top + a.rows * kLanes;
+    sums = base + layout.statistics;
     tops = sums + a.rows;
     factors = base + layout.factors;
     begins = reinterpret_cast<int64_t*>(base + layout.elements);
@@ -74,7 +74,7 @@ class Worker {
     columns_scratch.index = reinterpret_cast<int32_t*>(ends + a.rows);
     columns_scratch.rank = columns_scratch.index + keys;
     columns_scratch.alive = reinterpret_cast<uint8_t*>(columns_scratch.rank + keys + 1);
-    log2_step = static_cast<C>((plain ? a.scale : 1.0) * 1.4426950408889634);
+    log2_step = static_cast<C>((plain ? a.scale : 1.0) * kLog2E);
   }
 
   void unit(int64_t u) {
@@ -97,8 +97,7 @@ class Worker {
     packed = head;
     columns = find_columns<T>(a, s, h, columns_scratch);
     padded = round_up(columns.count, kPanel);
-    const bool direct =
-        std::is_same_v<T, C> && a.k.stride_d == 1 && !columns.index && !columns.alive;
+    const bool direct = direct_rows(a.k);
     for (int64_t c = 0; c < columns.count; c += kPanel) {
       const int64_t n = std::min(kPanel, columns.count - c);
       C* panel = k_panels + c * a.d;  // (D, kPanel)
@@ -113,6 +112,14 @@ class Worker {
       for (int64_t d = 0; d < a.d && n < kPanel; ++d)
         std::fill(panel + d * kPanel + n, panel + (d + 1) * kPanel, C(0));
     }
+    v_direct = nullptr;
+    if constexpr (std::is_same_v<T, C>) {
+      // for few tiles of queries a copy, which lies better in the cache, does not pay
+      if (direct_rows(a.v) && a.dv % 16 == 0 && columns.count % 16 == 0 && s.tq <= 4 * a.rows) {
+        v_direct = at_head<T>(a.v, s, kv, s.k0 + columns.first);
+        return;
+      }
+    }
     for (int64_t e = 0; e < a.dv; e += kPanel) {
       const int64_t width = std::min(kPanel, a.dv - e), ld = std::min(kPanel, dv_pad - e);
       C* panel = v_panels + e * padded;  // (columns, ld)
@@ -125,24 +132,29 @@ class Worker {
     }
   }
 
+  // Whether the columns' rows of keys or values can be used where they lie.
+  bool direct_rows(const AttentionView& view) const {
+    return std::is_same_v<T, C> && view.stride_d == 1 && !columns.index && !columns.alive;
+  }
+
   // Rows first..first+n-1 against all their keys.
   void tile(int64_t first, int64_t n) {
     row0 = first;
     count = n;
     int64_t low = columns.count, high = 0;
+    all_from = 0, all_to = columns.count;
     for (int64_t r = 0; r < n; ++r) {
       begins[r] = columns.from(first + r + s.low);
       ends[r] = std::max(begins[r], columns.from(first + r + s.high + 1));
       if (row_hidden(a, s, h, first + r)) ends[r] = begins[r];
+      all_from = std::max(all_from, begins[r]);
+      all_to = std::min(all_to, ends[r]);
       if (begins[r] == ends[r]) continue;
       low = std::min(low, begins[r]);
       high = std::max(high, ends[r]);
     }
     m = padded_rows(n);
-    for (int64_t r = 0; r < n; ++r)
-      load_row(at_head<T>(a.q, s, h, s.q0 + first + r), a.q.stride_d, a.d, q_rows + r * a.d);
-    std::fill(q_rows + n * a.d, q_rows + m * a.d, C(0));
-    std::fill_n(top, n * kLanes, kNothing);
+    take_queries();
     std::fill_n(tops, n, kNothing);
     std::fill_n(sums, n, C(0));
 
@@ -161,6 +173,22 @@ class Worker {
     finish();
   }
 
+  // The tile's queries: where they lie, if they lie well, else a copy.
+  void take_queries() {
+    q = q_rows;
+    q_step = a.d;
+    if constexpr (std::is_same_v<T, C>) {
+      if (a.q.stride_d == 1 && m == count) {
+        q = at_head<T>(a.q, s, h, s.q0 + row0);
+        q_step = a.q.stride_t;
+        return;
+      }
+    }
+    for (int64_t r = 0; r < count; ++r)
+      load_row(at_head<T>(a.q, s, h, s.q0 + row0 + r), a.q.stride_d, a.d, q_rows + r * a.d);
+    std::fill(q_rows + count * a.d, q_rows + m * a.d, C(0));
+  }
+
   // Columns of block c that take part, a multiple of 16.
   static int64_t width(int64_t c, int64_t high) { return std::min(kPanel, round_up(high - c, 16)); }
 
@@ -169,12 +197,13 @@ class Worker {
     return n <= 2 ? n : n <= 4 ? 4 : n <= 64 ? round_up(n, 8) : round_up(n, 32);
   }
 
-  // A.1 into s_rows, masked, and the running maxima of the lanes into top.
+  // A.1 into s_rows, masked.
   void scores(const int64_t* blocks, int64_t used, int64_t high) {
     for (int64_t i = 0; i < used; ++i) {
       const int64_t c = blocks[i], w = width(c, high), real = std::min(kPanel, columns.count - c);
       C* x = s_rows + i * kPanel;
-      gemm_tile(m, w, a.d, q_rows, a.d, k_panels + c * a.d, kPanel, x, a.tile, false);
+      gemm_tile(m, w, a.d, q, q_step, k_panels + c * a.d, kPanel, x, a.tile, false);
+      if (plain && !columns.elementwise && all_from <= c && c + w <= all_to) continue;
       for (int64_t r = 0; r < count; ++r, x += a.tile) {
         if (!plain)
           for (int64_t j = 0; j < w; ++j) x[j] *= static_cast<C>(a.scale);
@@ -183,9 +212,6 @@ class Worker {
         const int64_t begin = std::min(begins[r] - c, w), end = std::min(ends[r] - c, w);
         for (int64_t j = 0; j < begin; ++j) x[j] = kNothing;
         for (int64_t j = std::max<int64_t>(0, end); j < w; ++j) x[j] = kNothing;
-        C* lanes = top + r * kLanes;
-        for (int64_t j = 0; j < w; j += kLanes)
-          for (int l = 0; l < kLanes; ++l) lanes[l] = lanes[l] < x[j + l] ? x[j + l] : lanes[l];
       }
     }
   }
@@ -195,21 +221,11 @@ class Worker {
   void weights(const int64_t* blocks, int64_t used, int64_t high, bool started) {
     const int64_t w = (used - 1) * kPanel + width(blocks[used - 1], high);
     for (int64_t r = 0; r < count; ++r) {
-      const C* lanes = top + r * kLanes;
-      C most = lanes[0];
-      for (int l = 1; l < kLanes; ++l) most = most < lanes[l] ? lanes[l] : most;
-      const C shift = most == kNothing ? C(0) : most;
-      const C step = log2_step;
       C* x = s_rows + r * a.tile;
-      C sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t j = 0; j < w; ++j) {
-        const C p = exp2_fast((x[j] - shift) * step);
-        x[j] = p;
-        sum += p;
-      }
-      const C alpha = tops[r] == most ? C(1) : exp2_fast((tops[r] - shift) * step);
-      sums[r] = sums[r] * alpha + sum;
+      const C most = std::max(tops[r], maximum(x, w));
+      const C shift = most == kNothing ? C(0) : most;
+      const C alpha = tops[r] == most ? C(1) : exp2_fast((tops[r] - shift) * log2_step);
+      sums[r] = sums[r] * alpha + exponentials(x, w, shift);
       tops[r] = most;
       if (started && alpha != C(1))
         for (int64_t e = 0; e < dv_pad; ++e) out_rows[r * dv_pad + e] *= alpha;
@@ -222,6 +238,38 @@ class Worker {
     }
   }
 
+  // The largest of w numbers, w a multiple of 16, but for NaN, which the sum will show.
+  static C maximum(const C* x, int64_t w) {
+    V m0(kNothing), m1 = m0;
+    for (int64_t j = 0; j < w; j += 16)
+      for (int l = 0; l < 16; l += 2 * V::size()) {
+        m0 = at::vec::clamp_min(V::loadu(x + j + l), m0);
+        if constexpr (V::size() < 16) m1 = at::vec::clamp_min(V::loadu(x + j + l + V::size()), m1);
+      }
+    return at::vec::vec_reduce_all<C>(
+        [](const V& p, const V& q) { return at::vec::clamp_min(p, q); },
+        at::vec::clamp_min(m0, m1));
+  }
+
+  // x = 2^((x - shift) log2_step) over w numbers; their sum. The difference comes first, so that
+  // large scores lose nothing.
+  C exponentials(C* x, int64_t w, C shift) const {
+    const V shift_v(shift), step_v(log2_step);
+    auto one = [&](int64_t j) {
+      const V p = exp2_fast((V::loadu(x + j) - shift_v) * step_v);
+      p.store(x + j);
+      return p;
+    };
+    V s0(C(0)), s1 = s0;
+    int64_t j = 0;
+    for (; j + 2 * V::size() <= w; j += 2 * V::size()) {
+      s0 = s0 + one(j);
+      s1 = s1 + one(j + V::size());
+    }
+    if (j < w) s0 = s0 + one(j);
+    return at::vec::vec_reduce_all<C>([](const V& p, const V& q) { return p + q; }, s0 + s1);
+  }
+
   // A.4: out_rows += s_rows v, one product per run of neighbouring blocks.
   void values(const int64_t* blocks, int64_t used, int64_t high, bool accumulate) {
     for (int64_t i = 0; i < used;) {
@@ -231,10 +279,12 @@ class Worker {
       const int64_t whole = k / kPanel * kPanel;  // 64 k' and 16, 32, 48: few sizes, as above
       for (int64_t e = 0; e < a.dv; e += kPanel) {
         const int64_t n = std::min(kPanel, dv_pad - e);
-        const C *p = s_rows + i * kPanel, *v = v_panels + e * padded + blocks[i] * n;
-        if (whole) gemm_tile(m, n, whole, p, a.tile, v, n, out_rows + e, dv_pad, accumulate);
+        const int64_t ld = v_direct ? a.v.stride_t : n;
+        const C *p = s_rows + i * kPanel, *v = v_direct ? v_direct + e : v_panels + e * padded;
+        v += blocks[i] * ld;
+        if (whole) gemm_tile(m, n, whole, p, a.tile, v, ld, out_rows + e, dv_pad, accumulate);
         if (whole < k)
-          gemm_tile(m, n, k - whole, p + whole, a.tile, v + whole * n, n, out_rows + e, dv_pad,
+          gemm_tile(m, n, k - whole, p + whole, a.tile, v + whole * ld, ld, out_rows + e, dv_pad,
                     accumulate || whole);
       }
       accumulate = true;
@@ -277,11 +327,15 @@ class Worker {
   const bool plain;  // the scale waits until the maximum is subtracted
   const int64_t dv_pad;
   C log2_step;
-  C *k_panels, *v_panels, *q_rows, *s_rows, *out_rows, *top, *sums, *tops, *factors;
+  C *k_panels, *v_panels, *q_rows, *s_rows, *out_rows, *factors;
+  C *sums, *tops;          // (rows) sum of the weights so far; largest score so far
   int64_t *begins, *ends;  // (rows) the columns that a row may see
   ColumnScratch columns_scratch;
   Sequence s{-1, 0, 0, 0, 0, 0, 0, 0};
   Columns columns;
+  const C* v_direct = nullptr;
+  const C* q = nullptr;                          // the tile's queries, q_step apart
+  int64_t q_step = 0, all_from = 0, all_to = 0;  // columns from all_from to all_to: every row sees
   int64_t h = 0, packed = -1, padded = 0, row0 = 0, count = 0, m = 0;
 };
 
