@@ -25,6 +25,7 @@ struct AttentionBwd : AttentionArgs {
   int64_t dbias_stride_b, dbias_stride_h, dbias_stride_t, dbias_stride_d;
   int64_t batch_units, head_units, splits;
   int64_t tile;  // keys per tile, a multiple of kPanel
+  bool zeroed;   // dk and dv hold zeros, for keys that no row sees; else every key is some unit's
 };
 
 TFM_DECLARE_KERNEL(void attention_bwd(const AttentionBwd& args, DType dtype,
@@ -75,6 +76,7 @@ namespace {
 template <typename T>
 class Worker {
   using C = compute_t<T>;
+  using V = at::vec::Vectorized<C>;
   static constexpr C kInfinity = std::numeric_limits<C>::infinity();
   static constexpr C kLog2E = static_cast<C>(1.4426950408889634);
 
@@ -141,6 +143,7 @@ class Worker {
         take_keys(c);
         started = false;
         for (int64_t i = 0; i < s.tq; i += kPanel) panel(i);
+        if (!started && !a.zeroed) start();
         if (started) give_keys(group > 1);
       }
       give_queries();
@@ -172,6 +175,11 @@ class Worker {
       delta[i] = C(0);
       lse[i] = kInfinity;  // weights of 0
       if (i >= s.tq) continue;
+      if (i + kAhead < s.tq) {
+        prefetch(at_head<T>(a.dout, s, h, s.q0 + i + kAhead), a.dv);
+        prefetch(at_head<T>(a.out, s, h, s.q0 + i + kAhead), a.dv);
+        prefetch(at_head<T>(a.q, s, h, s.q0 + i + kAhead), a.d);
+      }
       const C l = in_lse[i];
       begins[i] = static_cast<int32_t>(columns.from(i + s.low));
       ends[i] = static_cast<int32_t>(columns.from(i + s.high + 1));
@@ -187,12 +195,10 @@ class Worker {
       lse[i] = l;
       far = far || std::abs(l) > kFar;
       load_row(at_head<T>(a.q, s, h, s.q0 + i), a.q.stride_d, a.d, q_row);
-      const T* out_row = at_head<T>(a.out, s, h, s.q0 + i);
-      const int64_t step = a.out.stride_d;
-      C sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t e = 0; e < a.dv; ++e) sum += dout_row[e] * static_cast<C>(out_row[e * step]);
-      delta[i] = sum - (in_dlse ? in_dlse[i] : C(0));
+      load_row(at_head<T>(a.out, s, h, s.q0 + i), a.out.stride_d, a.dv, p);
+      const double sum = sum_lanes<C>(
+          a.dv, [&]<typename W>(int64_t e) { return load<W>(dout_row + e) * load<W>(p + e); });
+      delta[i] = static_cast<C>(sum) - (in_dlse ? in_dlse[i] : C(0));
     }
     for (int64_t i = 0; i < padded; i += kPanel) {
       transpose(kPanel, a.d, q + i * d_pad, d_pad, q_t + i * a.d, kPanel);
@@ -277,13 +283,7 @@ class Worker {
       weights<false, false>(i);
     else
       weights<true, false>(i);
-    if (!started) {
-      std::fill_n(dk, count * d_pad, C(0));
-      std::fill_n(dv, count * dv_pad, C(0));
-      std::fill(dk + count * d_pad, dk + round_up(count, kPanel) * d_pad, C(0));
-      std::fill(dv + count * dv_pad, dv + round_up(count, kPanel) * dv_pad, C(0));
-      started = true;
-    }
+    if (!started) start();
     for (int64_t e = 0; e < dv_pad; e += kPanel)
       gemm_tile(padded_width, std::min(kPanel, dv_pad - e), lanes, p, kPanel, dout + i * dv_pad + e,
                 dv_pad, dv + begin * dv_pad + e, dv_pad, true);
@@ -295,43 +295,66 @@ class Worker {
     if (a.dbias) add_dbias(i);
   }
 
-  // A.3 of one pair from its score; lse in units of log2 unless there are extras.
-  template <bool kMasked, bool kExtras>
-  C weight(C x, C step, C extra, C shift, int32_t column, int32_t first, int32_t end) const {
-    if constexpr (kExtras)
-      x = (x * step + extra - shift) * kLog2E;
-    else
-      x = x * step - shift;
-    C result = exp2_fast(x > C(0) ? C(0) : x);
-    if constexpr (kMasked) result = (column >= first) & (column < end) ? result : C(0);
-    if constexpr (kExtras) result = extra == -kInfinity ? C(0) : result;
-    return result;
+  void start() {
+    std::fill_n(dk, round_up(count, kPanel) * d_pad, C(0));
+    std::fill_n(dv, round_up(count, kPanel) * dv_pad, C(0));
+    started = true;
   }
+
+  // A.3 of V::size() rows, i.. in panel order, for one key after another.
+  template <bool kMasked, bool kExtras>
+  struct Weights {
+    // lse in units of log2 unless there are extras; first and end count from the part's first
+    // column
+    static constexpr C kUnit = kExtras ? C(1) : kLog2E;
+    V step, shift, first, end, column{C(0)};
+
+    Weights(const Worker& w, int64_t i)
+        : step(static_cast<C>(w.a.scale) * kUnit), shift(V::loadu(w.lse + i) * V(kUnit)) {
+      if constexpr (kMasked) {
+        alignas(64) C bounds[2][V::size()];
+        for (int64_t l = 0; l < V::size(); ++l) {
+          const int64_t part = w.column0 + w.begin;
+          bounds[0][l] = static_cast<C>(std::clamp<int64_t>(w.begins[i + l] - part, 0, w.width));
+          bounds[1][l] = static_cast<C>(std::clamp<int64_t>(w.ends[i + l] - part, 0, w.width));
+        }
+        first = V::loadu(bounds[0]);
+        end = V::loadu(bounds[1]);
+      }
+    }
+
+    V next(V x, V extra) {
+      if constexpr (kExtras)
+        x = (x * step + extra - shift) * V(kLog2E);
+      else
+        x = at::vec::fmsub(x, step, shift);
+      const V zero(C(0));
+      V result = exp2_fast(at::vec::clamp_max(x, zero));
+      if constexpr (kMasked) {
+        result = V::blendv(zero, result, (column >= first) & (column < end));
+        column = column + V(C(1));
+      }
+      if constexpr (kExtras) result = V::blendv(result, zero, extra == V(-kInfinity));
+      return result;
+    }
+  };
 
   // A.3, A.6, A.7: scores in p and dout v^T in dx become (p f)^T and dx^T.
   template <bool kMasked, bool kExtras>
   void weights(int64_t i) {
-    const C unit = kExtras ? C(1) : kLog2E, step = static_cast<C>(a.scale) * unit;
-    alignas(64) C shift[kPanel];
-    for (int64_t l = 0; l < lanes; ++l) shift[l] = lse[i + l] * unit;
-    const C *less = delta + i, *to_one = norm + i;
-    const int32_t *first = begins + i, *end = ends + i;
-    for (int64_t j = 0; j < padded_width; ++j) {
-      C *p_row = p + j * kPanel, *dx_row = dx + j * kPanel;
-      const int32_t column = static_cast<int32_t>(column0 + begin + j);
-      const C *extra = extras_t + j * kPanel, *factor = factors_t + j * kPanel;
-#pragma omp simd
-      for (int64_t l = 0; l < lanes; ++l) {
+    for (int64_t l = 0; l < lanes; l += V::size()) {
+      Weights<kMasked, kExtras> at(*this, i + l);
+      const V less = V::loadu(delta + i + l), to_one = V::loadu(norm + i + l);
+      for (int64_t j = l; j < l + padded_width * kPanel; j += kPanel) {
+        const V x = V::loadu(p + j), product = V::loadu(dx + j);
         if constexpr (kExtras) {
-          const C w = to_one[l] * weight<kMasked, true>(p_row[l], step, extra[l], shift[l], column,
-                                                        first[l], end[l]);
-          p_row[l] = w * factor[l];
-          dx_row[l] = w * (dx_row[l] * factor[l] - less[l]);
+          const V w = to_one * at.next(x, V::loadu(extras_t + j)), f = V::loadu(factors_t + j);
+          (w * f).store(p + j);
+          (w * at::vec::fmsub(product, f, less)).store(dx + j);
         } else {
-          const C w =
-              weight<kMasked, false>(p_row[l], step, C(0), shift[l], column, first[l], end[l]);
-          p_row[l] = w;
-          dx_row[l] = w * (dx_row[l] - less[l]);
+          const V w = at.next(x, x);
+          w.store(p + j);
+          (w * (product - less)).store(dx + j);
         }
       }
     }
@@ -345,11 +368,13 @@ class Worker {
       for (int64_t c = 0; c < columns.count; c += a.tile) {
         take_keys(c);
         if (!meet(i) || !scores(i)) continue;
-        for (int64_t j = 0; j < width; ++j)
-          for (int64_t l = 0; l < lanes; ++l)
-            total[l] += weight<true, true>(
-                p[j * kPanel + l], static_cast<C>(a.scale), extras_t[j * kPanel + l], lse[i + l],
-                static_cast<int32_t>(column0 + begin + j), begins[i + l], ends[i + l]);
+        for (int64_t l = 0; l < lanes; l += V::size()) {
+          Weights<true, true> at(*this, i + l);
+          V sum = V::loadu(total + l);
+          for (int64_t j = l; j < l + width * kPanel; j += kPanel)
+            sum = sum + at.next(V::loadu(p + j), V::loadu(extras_t + j));
+          sum.store(total + l);
+        }
       }
       for (int64_t l = 0; l < kPanel; ++l)
         if (std::abs(lse[i + l]) > kFar && lse[i + l] < kInfinity && total[l] > C(0))
@@ -473,6 +498,14 @@ void pick_config(AttentionBwd& a, int64_t threads) {
   a.splits = splits ? std::min(tiles, (2 * threads + units - 1) / units) : 1;
 }
 
+// Whether the band lets some row see each key and nothing else hides any, so that the units write
+// all of dk and dv.
+bool covers_all_keys(const AttentionBwd& a) {
+  if (a.keep.data || a.bias.data || a.key_lengths || a.cu_seqlens_q || a.batch == 0) return false;
+  const Sequence s = sequence_of(a, 0);
+  return s.tq > 0 && s.low <= 0 && s.low <= s.high && s.tq + s.high >= s.tk;
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
     const at::Tensor& dout, const OptionalTensor& dlse, const at::Tensor& query,
     const at::Tensor& key, const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse,
@@ -502,8 +535,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
   const at::Tensor given = dlse ? check_lse(*dlse, "dlse") : at::Tensor();
   TORCH_CHECK(!need_dbias || bias, kOp, ": need_dbias needs a bias");
 
-  at::Tensor dq = call.like(query, a.d), dk = call.like(key, a.d).zero_();
-  at::Tensor dv = call.like(value, a.dv).zero_();
+  at::Tensor dq = call.like(query, a.d), dk = call.like(key, a.d), dv = call.like(value, a.dv);
+  a.zeroed = !covers_all_keys(a);
+  if (a.zeroed) {
+    dk.zero_();
+    dv.zero_();
+  }
   at::Tensor dbias =
       need_dbias ? at::zeros(bias->sizes(), statistics) : at::empty({0}, query.options());
   a.out = call.view(out);

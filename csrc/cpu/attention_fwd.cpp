@@ -179,6 +179,9 @@ class Worker {
     q_step = a.d;
     if constexpr (std::is_same_v<T, C>) {
       if (a.q.stride_d == 1 && m == count) {
+        const int64_t next = row0 + a.chunks * a.rows;
+        for (int64_t r = next; r < std::min(next + a.rows, s.tq); ++r)
+          prefetch(at_head<T>(a.q, s, h, s.q0 + r), a.d);
         q = at_head<T>(a.q, s, h, s.q0 + row0);
         q_step = a.q.stride_t;
         return;
