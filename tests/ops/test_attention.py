@@ -159,6 +159,9 @@ def test_nothing_in_nothing_out(backend, batch, queries, keys):
     out, *gradients = run(backend, q, k, v)
     assert out.shape == (batch, 4, queries, 8) and (out == 0).all()
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape] and all((g == 0).all() for g in gradients)
+    bias = torch.full((1, 1, 1, 1), -torch.inf, requires_grad=True)  # here too a gradient arrives, and it is 0
+    out = tfk.ops.attention(q, k, v, bias=bias, backend=backend)
+    assert (out == 0).all() and torch.equal(torch.autograd.grad(out.sum(), bias)[0], torch.zeros(1, 1, 1, 1))
 
 
 SHAPES = [(2, 4, 5, 7), (2, 1, 5, 7), (1, 4, 5, 7), (2, 1, 1, 7), (1, 1, 5, 1), (5, 7)]

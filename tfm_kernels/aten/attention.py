@@ -28,6 +28,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Tensor | None, 
     q, k, v = q.masked_fill(~sees, 0.0), k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
     added = visible if bias is None else bias.masked_fill(~visible, -torch.inf)
     out = F.scaled_dot_product_attention(q, k, v, added, scale=scale, enable_gqa=heads != k.shape[1])
+    if bias is not None and 0 in (batch, queries, keys):  # PyTorch leaves bias without a gradient: it is 0
+        out = out + bias[..., :0].sum()
     return out.masked_fill(~sees, 0.0)
 
 
