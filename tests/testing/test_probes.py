@@ -114,6 +114,13 @@ def test_inputs_that_are_changed(monkeypatch):
         assert_contract("layer_norm", {"x": torch.randn(4, 64)}, "reference", backward=False)
 
 
+def test_gradients_that_are_missing(monkeypatch):
+    right = ops.layer_norm
+    wrong(monkeypatch, lambda x, weight, **options: right(x, weight.detach(), **options), "layer_norm")
+    with pytest.raises(ContractError, match="dweight: form broken.*no gradient reached the argument"):
+        assert_contract("layer_norm", {"x": torch.randn(4, 64), "weight": torch.randn(64)}, "reference")
+
+
 def test_gradients_that_are_wrong(monkeypatch):
     right = ops.layer_norm
     wrong(monkeypatch, lambda x, **options: right(x, **options) + 0.5 * (x - x.detach()), "layer_norm")

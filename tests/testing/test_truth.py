@@ -142,5 +142,7 @@ def test_unknown_names_are_refused():
     x = torch.randn(3, 8)
     with pytest.raises(ValueError, match="op must be one of layer_norm, .*, got 'softmax'"):
         judge("softmax", {"x": x}, {"y": x})
-    with pytest.raises(ValueError, match="no rule for 'out'"):
+    with pytest.raises(ValueError, match="outputs must hold 'y', got out"):
         judge("layer_norm", {"x": x}, {"out": x})
+    with pytest.raises(ValueError, match="no rule for 'rstd'"):
+        judge("layer_norm", {"x": x}, {"y": x, "rstd": x})

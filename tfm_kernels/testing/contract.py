@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .judge import TRUTHS, judge
+from .judge import TRUTHS, judge, main_tensor
 from .report import Report
 
 Douts = Mapping[str, Tensor | None] | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | None]] | None
@@ -131,7 +131,7 @@ def contract_report(
     if op not in TRUTHS:
         raise ValueError(f"assert_contract: op must be one of {', '.join(TRUTHS)}, got {op!r}")
     inputs = dict(inputs)
-    main = next(iter(inputs.values()))
+    main = main_tensor(inputs)
     if inputs.get("dropout_p", 0.0) > 0.0 and inputs.get("seed") is None:
         inputs["seed"] = torch.zeros((), dtype=torch.int64, device=main.device)
     before = {name: t.detach().clone() for name, t in inputs.items() if isinstance(t, Tensor)}
@@ -141,6 +141,9 @@ def contract_report(
     _same(report, "C6", "differs from a second run of the same call", first.outputs, second.outputs)
     if inputs.get("deterministic", True):
         _same(report, "C6", "differs from a second run of the same call", first.grads, second.grads, "d")
+    for name, grad in first.grads.items():
+        if grad is None:
+            report.add(f"d{name}", "form", float("inf"), "no gradient reached the argument")
     for name, t in before.items():
         if not bits_equal(t, inputs[name]):
             report.add(name, "form", float("inf"), "the call changed its argument")

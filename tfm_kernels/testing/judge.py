@@ -70,15 +70,14 @@ def judge(
         raise ValueError(f"judge: op must be one of {', '.join(TRUTHS)}, got {op!r}")
     truth, judged = TRUTHS[op], backend not in MEASURED
     grads, douts = dict(grads or {}), dict(douts or {})
-    main = next(iter(inputs.values()))
+    main = main_tensor(inputs)
     report = Report(op, backend, _label(inputs))
     if slack is None:
         slack = SLACK.get(main.device.type, 0.25)
     with torch.no_grad():
-        # R first replaces what is not there: an op may refuse to be judged without its z.
-        for name in ("z",) if "residual" in inputs else ():
-            if name not in outputs:
-                raise ValueError(f"judge: {op}: outputs must hold {name!r}, got {', '.join(outputs)}")
+        needed = "out" if truth is attention else "z" if "residual" in inputs else "y"
+        if needed not in outputs:
+            raise ValueError(f"judge: {op}: outputs must hold {needed!r}, got {', '.join(outputs) or 'none'}")
         expected = truth.expect(op, inputs, outputs, douts)
     given = {**outputs, **{f"d{name}": grad for name, grad in grads.items() if grad is not None}}
     for name in given:
@@ -104,6 +103,11 @@ def judge(
         _frobenius(report, name, got, want, eager.get(name), judged, rounding(main.dtype).unit)
         _leaning(report, name, got, want, judged)
     return report
+
+
+def main_tensor(inputs: Mapping[str, Any]) -> Tensor:
+    """The argument whose dtype and device are the call's."""
+    return inputs["query"] if "query" in inputs else inputs["x"]
 
 
 def _form(report: Report, name: str, got: Tensor, want: Expected, device: torch.device) -> bool:

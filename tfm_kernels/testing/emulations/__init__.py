@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..judge import main_tensor
 from .attention import attention, attention_varlen
 from .emulation import Emulation as Emulation
 from .emulation import Hook as Hook
@@ -43,7 +44,7 @@ def emulate(
     Returns:
         (outputs, grads) as judge() takes them.
     """
-    run = Emulation(next(iter(inputs.values())).dtype, tile, lazy, hooks)
+    run = Emulation(main_tensor(inputs).dtype, tile, lazy, hooks)
     with torch.no_grad():
         if op == "attention":
             return attention(run, inputs, douts)
