@@ -181,6 +181,6 @@ def test_no_vague_file_names():
 
 
 def test_public_surface_is_exported():
-    for name in ("BackendError", "Mask", "explain", "ops", "use_backend"):
+    for name in ("BackendError", "Mask", "explain", "nn", "ops", "patching", "testing", "use_backend"):
         assert hasattr(tfk, name)
     assert isinstance(torch.ops.tfm_kernels.layer_norm_fwd_cpu.default, torch._ops.OpOverload)

@@ -3,6 +3,7 @@
 from . import nn as nn
 from . import ops as ops
 from . import patching as patching
+from . import testing as testing
 from ._backend import BackendError as BackendError
 from ._backend import explain as explain
 from ._backend import use_backend as use_backend
