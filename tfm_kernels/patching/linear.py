@@ -29,7 +29,7 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = x.numel() // max(x.shape[-1], 1)
-    if x.dtype == torch.float32 and _HAS_ONEDNN and not torch.compiler.is_compiling() and _alone(x, weight):
+    if x.dtype == torch.float32 and _HAS_ONEDNN and not torch.compiler.is_compiling() and _alone(x, weight, bias):
         if rows >= _ONEDNN_ROWS:  # it adds the bias as it stores, where F.linear takes a pass of its own for it
             return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     elif x.dtype in (torch.bfloat16, torch.float16) and _EMULATED and weight.dtype == x.dtype and rows >= _WIDEN_ROWS:
@@ -37,8 +37,8 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def _alone(x: Tensor, weight: Tensor) -> bool:
+def _alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the call is nobody's matter but ours: no gradient, no autocast, one dtype."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return False
     return weight.dtype == x.dtype and not torch.is_autocast_enabled("cpu") and x.numel() > 0
