@@ -197,7 +197,8 @@ def test_shared_modules_are_patched_once():
     [
         ((3,), {}, TypeError, "patch: model must be a torch.nn.Module, got int"),
         ((nn.Linear(2, 2),), {"packed": 1}, TypeError, "patch: packed must be True or False, got 1"),
-        ((nn.Linear(2, 2),), {"freeze": True}, ValueError, "patch: freeze must be False, got True"),
+        ((nn.Linear(2, 2),), {"freeze": 1}, TypeError, "patch: freeze must be True or False, got 1"),
+        ((nn.Linear(2, 2),), {"freeze": True}, ValueError, "patch: freeze=True needs a model in evaluation mode"),
         ((nn.Linear(2, 2),), {"backend": "gpu"}, ValueError, "patch: backend must be one of reference, aten, cpu"),
     ],
 )

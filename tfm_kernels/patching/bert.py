@@ -164,6 +164,11 @@ def _layer_children(layer: Any) -> list[nn.Module]:
     return [inner for inner in _LAYER.covers(layer) if not any(inner is output for output in outputs)]
 
 
+def _projections(layer: Any) -> list[nn.Module]:
+    attention = layer.attention.self
+    return [attention.query, attention.key, attention.value, layer.attention.output.dense]
+
+
 register_recipe(
     Recipe(
         "bert.encoder", _recognise_encoder, _fuse_encoder, "padded batches run packed; padded positions give 0",
@@ -175,6 +180,7 @@ register_recipe(
     Recipe(
         "bert.layer", _LAYER.recognise, _fuse_layer,
         "projections, attention, sum and LayerNorm, feed-forward, sum and LayerNorm", _layer_children,
+        projects=_projections,
     ),
     first=False,
 )  # fmt: skip

@@ -106,6 +106,11 @@ def _fuse_stack(original: Any) -> type:
     return Fused
 
 
+def _projections(layer: Any) -> list[nn.Module]:
+    attention = layer.attention
+    return [attention.q_lin, attention.k_lin, attention.v_lin, attention.out_lin]
+
+
 register_recipe(
     Recipe(
         "distilbert.stack", _recognise_stack, _fuse_stack, "padded batches run packed; padded positions give 0",
@@ -117,6 +122,7 @@ register_recipe(
     Recipe(
         "distilbert.block", _BLOCK.recognise, _fuse,
         "projections, attention, sum and LayerNorm, feed-forward, sum and LayerNorm", _BLOCK.covers,
+        projects=_projections,
     ),
     first=False,
 )  # fmt: skip

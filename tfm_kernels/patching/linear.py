@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._library import cpu_extension
+from . import frozen, onednn
 
-# F.linear in 16 bits is emulated, at a third of float32's rate or less, on x86 without bfloat16 dot products.
-_EMULATED = (
-    cpu_extension is not None
-    and platform.machine() in ("x86_64", "AMD64")
-    and not cpu_extension.build_info()["bf16_tiles"]
-)
 _WIDEN_ROWS = 16  # below, widening the weights costs more than it gains
 _ONEDNN_ROWS = 64  # below, oneDNN's reordering of the weights shows
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def linear(x: Tensor, layer: nn.Module) -> Tensor:
     """An nn.Linear by its weights."""
     weight: Any = layer.weight
     bias: Any = layer.bias
+    y = frozen.product(x, layer, weight, bias)
+    if y is not None:
+        return y
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = x.numel() // max(x.shape[-1], 1)
-    if x.dtype == torch.float32 and _HAS_ONEDNN and not torch.compiler.is_compiling() and _alone(x, weight, bias):
+    if x.dtype == torch.float32 and onednn.AVAILABLE and not torch.compiler.is_compiling() and _alone(x, weight, bias):
         if rows >= _ONEDNN_ROWS:  # it adds the bias as it stores, where F.linear takes a pass of its own for it
-            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    elif x.dtype in (torch.bfloat16, torch.float16) and _EMULATED and weight.dtype == x.dtype and rows >= _WIDEN_ROWS:
+            return onednn.product(x, weight, bias)
+    elif (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and onednn.EMULATES_16_BIT
+        and weight.dtype == x.dtype
+        and rows >= _WIDEN_ROWS
+    ):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from .._backend import BACKENDS
-from . import huggingface, swap
+from . import frozen, huggingface, swap
 from .registry import registered
 from .report import Entry, PatchReport
 
@@ -28,7 +28,13 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
         packed: run padded batches of recognised encoder stacks packed, so that padding costs nothing. The stack's
             output is then 0 at padded positions, where the original has values of no meaning. Never under
             torch.compile or graph capture.
-        freeze: must be False; packed copies of weights are not kept across calls yet.
+        freeze: keep the weights of self-attention's projections packed for the matrix library from call to call: for
+            inference on a CPU, at the price of a second copy of them (in float32), made at the first call that is
+            large enough to gain. A frozen module in training mode or asked for a gradient raises RuntimeError.
+            Weights may be loaded, assigned, moved and written to in place: their copies are made anew. They must not
+            be written to past PyTorch's count of writes, by ``.data`` or from NumPy: that would not be noticed. The
+            copies are in no state_dict, deepcopy or pickle; ``unpatch`` drops them; under torch.compile and
+            torch.autocast they are not used.
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda" for every fused op, or None to choose automatically.
 
     Returns:
@@ -37,7 +43,7 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
 
     Raises:
         TypeError: ``model`` is not a module, or an option is of the wrong type.
-        ValueError: ``freeze`` is True, or no backend has this name.
+        ValueError: ``freeze`` is asked for a model in training mode, or no backend has this name.
 
     Example:
         >>> with tfk.patch(model) as report:
@@ -47,6 +53,9 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     covered: dict[int, str] = {}
     entries, modules = [], []
     undo: list[tuple[nn.Module, swap.Options | None]] = []
+    thawed = [module for module in model.modules() if frozen.thaw(module)]
+    kept: list[nn.Module] = []
+    undone = functools.partial(_undo, undo, kept, thawed)
     try:
         switched = _switch_attention(model, backend, packed, undo)
         for name, module in model.named_modules():
@@ -58,10 +67,13 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
                 replaced, note = _apply(module, name, packed, backend, covered, undo)
             entries.append(Entry(name, type(module).__name__, replaced, note))
             modules.append(module)
+        for module in _projections(model) if freeze else ():
+            frozen.freeze(module)
+            kept.append(module)
     except BaseException:  # a recipe of the user's failed: no half-patched model is left behind
-        _undo(undo)
+        undone()
         raise
-    return PatchReport(entries, modules, _notes(entries), functools.partial(_undo, undo))
+    return PatchReport(entries, modules, _notes(entries), undone)
 
 
 def unpatch(model: nn.Module) -> int:
@@ -83,6 +95,7 @@ def unpatch(model: nn.Module) -> int:
         if huggingface.is_model(module):
             huggingface.switch_back(module, swap.options(module).previous)
         restored += swap.restore(module)
+        frozen.thaw(module)
     return restored
 
 
@@ -92,8 +105,10 @@ def _check(model: object, packed: object, freeze: object, backend: object) -> No
     for name, value in (("packed", packed), ("freeze", freeze)):
         if not isinstance(value, bool):
             raise TypeError(f"patch: {name} must be True or False, got {value!r}")
-    if freeze:
-        raise ValueError("patch: freeze must be False, got True: packed copies of frozen weights are not kept yet")
+    if freeze and model.training:
+        raise ValueError(
+            "patch: freeze=True needs a model in evaluation mode, got one in training mode: call model.eval()"
+        )
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"patch: backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
 
@@ -151,6 +166,13 @@ def _apply(
     return (False, f"because {reason}") if reason else _left(module)
 
 
+def _projections(model: nn.Module) -> list[nn.Module]:
+    """The modules whose weights the fused modules of a patched model may keep packed."""
+    recipes = {recipe.name: recipe for recipe in registered()}
+    fused = ((recipes.get(swap.options(m).recipe), m) for m in model.modules() if swap.is_fused(m))
+    return [inner for recipe, module in fused if recipe is not None for inner in recipe.projects(module)]
+
+
 def _left(module: nn.Module) -> tuple[bool, str]:
     if type(module) in _HOLDERS or not module._modules and not module._parameters and not module._buffers:
         return False, "because it holds nothing to fuse"
@@ -168,7 +190,11 @@ def _notes(entries: list[Entry]) -> list[str]:
     return []
 
 
-def _undo(undo: list[tuple[nn.Module, swap.Options | None]]) -> None:
+def _undo(undo: list[tuple[nn.Module, swap.Options | None]], kept: list[nn.Module], thawed: list[nn.Module]) -> None:
+    for module in kept:
+        frozen.thaw(module)
+    for module in thawed:
+        frozen.freeze(module)
     for module, before in undo:
         if before is not None:
             if huggingface.is_model(module):

@@ -12,7 +12,7 @@ from torch import nn
 from . import guard, swap
 
 
-def _covers_nothing(module: nn.Module) -> Iterable[nn.Module]:
+def _nothing(module: nn.Module) -> Iterable[nn.Module]:
     return ()
 
 
@@ -29,14 +29,17 @@ class Recipe:
         covers: covers(module) gives the descendants that the fused forward runs itself; they are not patched on their
             own.
         packs: whether the recipe is for running padded batches packed, and so not for ``patch(packed=False)``.
+        projects: projects(module) gives the modules, of its descendants or itself, whose weight the fused forward
+            multiplies by through linear.py or frozen.py; ``patch(freeze=True)`` keeps packed copies for them.
     """
 
     name: str
     recognise: Callable[[nn.Module], bool | str]
     fuse: Callable[[type], type]
     what: str
-    covers: Callable[[nn.Module], Iterable[nn.Module]] = _covers_nothing
+    covers: Callable[[nn.Module], Iterable[nn.Module]] = _nothing
     packs: bool = False
+    projects: Callable[[nn.Module], Iterable[nn.Module]] = _nothing
 
 
 _recipes: list[Recipe] = []

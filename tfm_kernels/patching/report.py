@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from . import swap
+from . import frozen, swap
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,15 @@ class PatchReport:
                 met[entry.name] = counts
         return met
 
+    @property
+    def frozen(self) -> dict[str, int]:
+        """Module name -> bytes of the packed weight it keeps now, for the modules that ``freeze=True`` lets keep one.
+
+        0 stands for a module that has had no call yet, or none that pays for packing.
+        """
+        held = ((entry.name, reference()) for entry, reference in zip(self.entries, self._modules, strict=True))
+        return {name: frozen.nbytes(m) for name, m in held if m is not None and frozen.is_frozen(m)}
+
     def __enter__(self) -> PatchReport:
         return self
 
@@ -90,10 +99,21 @@ class PatchReport:
         rows = [(e.name or "(the model)", e.kind, "replaced" if e.replaced else "kept", e.note) for e in self.entries]
         lines += _table(_folded(rows))
         lines += [f"note: {note}" for note in self.notes]
+        lines += _frozen(self.frozen)
         for name, counts in self.fallbacks.items():
             for reason, times in counts.items():
                 lines.append(f"fell back: {name or '(the model)'} ran its original code {times} times because {reason}")
         return "\n".join(lines)
+
+
+def _frozen(sizes: dict[str, int]) -> list[str]:
+    if not sizes:
+        return []
+    made = {name: size for name, size in sizes.items() if size}
+    lines = [f"frozen: {len(made)} of {len(sizes)} modules keep a packed weight so far, {sum(made.values())} bytes"]
+    for name, times, size, *_ in _folded([(name or "(the model)", str(size), "", "") for name, size in made.items()]):
+        lines.append(f"frozen: {name}{f' ({times})' if times else ''} keeps {size} bytes")
+    return lines
 
 
 def _folded(rows: list[tuple[str, str, str, str]]) -> list[tuple[str, ...]]:

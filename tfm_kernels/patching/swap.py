@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-OPTIONS = "_tfm_kernels"  # the one name that patching adds to a module
+OPTIONS = "_tfm_kernels"  # the one name that fusing adds to a module
 
 
 @dataclass(frozen=True)

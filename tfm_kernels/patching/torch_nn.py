@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import nn as fused
+from . import frozen
 from .registry import Recipe, register_recipe
 
 
@@ -26,19 +27,37 @@ def _nested(original: Any) -> type:
     return Fused
 
 
-def _register(cls: type, what: str, fuse: Any = _same, covers: tuple[str, ...] = ()) -> None:
+def _attention(original: Any) -> type:
+    """Self-attention of a frozen model reads the packed copy of its input projections."""
+
+    class Fused(_nested(original)):  # type: ignore[misc]
+        def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+            if query is key is value and self._qkv_same_embed_dim:
+                y = frozen.product(query, self, self.in_proj_weight, self.in_proj_bias)
+                if y is not None:
+                    return y.unflatten(-1, (3, self.embed_dim)).unbind(-2)
+            return super()._project(query, key, value)
+
+    return Fused
+
+
+def _itself(module: nn.Module) -> list[nn.Module]:
+    return [module]
+
+
+def _register(cls: type, what: str, fuse: Any = _same, covers: tuple[str, ...] = (), **more: Any) -> None:
     def recognise(module: nn.Module) -> bool:
         return type(module) is cls
 
     def inside(module: nn.Module) -> list[nn.Module]:
         return [inner for name in covers if (inner := module._modules.get(name)) is not None]
 
-    register_recipe(Recipe(f"torch.nn.{cls.__name__}", recognise, fuse, what, inside), first=False)
+    register_recipe(Recipe(f"torch.nn.{cls.__name__}", recognise, fuse, what, inside, **more), first=False)
 
 
 _register(nn.LayerNorm, "layer_norm")
 _register(nn.RMSNorm, "rms_norm")
-_register(nn.MultiheadAttention, "projections and fused attention", _nested, ("out_proj",))
+_register(nn.MultiheadAttention, "projections and fused attention", _attention, ("out_proj",), projects=_itself)
 _BLOCK = ("linear1", "activation", "dropout", "linear2", "dropout1", "dropout2", "dropout3")
 _LAYER = "attention, sums with LayerNorm, and feed-forward"
 _register(nn.TransformerEncoderLayer, _LAYER, _nested, _BLOCK)
