@@ -39,7 +39,7 @@ RULES = """\
 cxx = {cxx}
 common = -std=c++20 -O3 -DNDEBUG -fPIC -fvisibility=hidden -fopenmp -Wall -Wextra -Wno-psabi
 headers = -isystem {torch}/include -isystem {python}
-torch = -L{torch}/lib -ltorch -ltorch_cpu -lc10
+torch = -L{torch}/lib -ltorch -ltorch_cpu -ltorch_python -lc10
 
 rule cxx
   command = $cxx -MMD -MF $out.d $common $headers -DCPU_CAPABILITY=$isa -DCPU_CAPABILITY_$isa $flags -c $in -o $out
@@ -94,7 +94,7 @@ if TORCH is None:
         file=sys.stderr,
     )
 else:
-    extensions.append(Extension("tfm_kernels._C", sources("csrc/module.cpp", "csrc/cpu/*.cpp")))
+    extensions.append(Extension("tfm_kernels._C", sources("csrc/*.cpp", "csrc/cpu/*.cpp")))
 
 setup(
     name="tfm_kernels",

@@ -35,13 +35,13 @@ def _contract(arguments: Any, case: Any, dtype: str, backend: str, backward: boo
 
 
 def disagreement(group: Group, ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> str | None:
-    """None where two implementations computed the same function, judged by the Frobenius norm of the difference."""
+    """None where ours is PyTorch's function in float32, judged by the Frobenius norm of the difference."""
     if not group.subject.comparable(group.case):
         return None
     for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         difference = ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
         if not difference <= _AGREE[group.dtype]:
-            return f"result {index} differs from PyTorch's by {difference:.3g} of its norm"
+            return f"result {index} differs from PyTorch's in float32 by {difference:.3g} of its norm"
     return None
 
 

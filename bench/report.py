@@ -42,11 +42,12 @@ def losses(results: Results, *, noticeable: bool = True) -> list[tuple[float, st
 
     The slowdown is the lesser of two: the median of the paired ratios, and the ratio of the medians; on a busy machine
     one of them alone may be chance. ``noticeable`` chooses the cases in which PyTorch takes 100 us or more; the others
-    are calls whose fixed cost decides.
+    are calls whose fixed cost decides. In training the choice falls once for forward and backward, so both together
+    are what counts; the tables show the backward alone as well.
     """
     found = []
     for group, row in rows(results):
-        if row["implementation"] != "auto":
+        if row["implementation"] != "auto" or row["direction"] == "backward":
             continue
         theirs = next(
             r["median"] for r in group["rows"] if (r["direction"], r["implementation"]) == (row["direction"], "torch")

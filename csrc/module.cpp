@@ -1,5 +1,5 @@
 // The Python module tfm_kernels._C. Importing it registers the CPU kernels; build_info() says what
-// it was built for.
+// it was built for, signature() makes keys of calls.
 #include <pybind11/pybind11.h>
 #include <torch/headeronly/version.h>
 
@@ -7,6 +7,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/isa.h"
+#include "signature.h"
 
 namespace at {
 // Declared here because the header that declares it costs two seconds of compile time.
@@ -26,6 +27,12 @@ Isa isa() {
 }  // namespace tfm_kernels
 
 PYBIND11_MODULE(_C, m) {
+  static PyMethodDef methods[] = {
+      {"signature",
+       reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&tfm_kernels::signature)),
+       METH_FASTCALL, "signature(*parts) -> bytes | None"},
+      {nullptr, nullptr, 0, nullptr}};
+  PyModule_AddFunctions(m.ptr(), methods);
   m.def("build_info", [] {
     pybind11::dict info;
     info["torch"] = TORCH_VERSION;

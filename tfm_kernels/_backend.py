@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,41 +68,35 @@ def why_not(op: Op, call: Any, backend: str) -> str | None:
 class Choices:
     """What was chosen for calls that an op has checked before: the same call again costs a look-up instead of checks.
 
-    A key must hold all that the op's checks, SUPPORT and PREFER read of a call (shapes, dtypes, devices, options, the
-    backend that was named), so that a call which would be refused never finds one, and it must not hold a tensor. A key
-    of None is never found: for calls whose values matter, and while a graph is compiled, where checks cost nothing.
+    A key (``_library.signature``) must hold all that the op's checks, SUPPORT and PREFER read of a call (shapes,
+    dtypes, devices, options, the backend that was named), so that a call which would be refused never finds one. A key
+    of None is never found: for calls whose values matter, and for what has no signature.
     """
 
     LIMIT = 4096  # then it starts anew; a program that grows its sequences token by token must not grow this for ever
     _all: list[Choices] = []
 
     def __init__(self) -> None:
-        self._names: dict[Hashable, str] = {}
+        self._made: dict[bytes, Any] = {}
         Choices._all.append(self)
 
-    def get(self, key: Hashable) -> str | None:
-        """The backend that was chosen for a call of this key, or None where it has to be checked."""
-        try:
-            return None if key is None else self._names.get(key)
-        except TypeError:  # a list for a string, a symbolic size: the checks will find the words
-            return None
+    def get(self, key: bytes | None) -> Any:
+        """What was kept for a call of this key, or None where it has to be checked."""
+        return None if key is None else self._made.get(key)
 
-    def keep(self, key: Hashable, name: str) -> str:
-        """Remembers a choice; returns it."""
-        try:
-            if key is not None:
-                if len(self._names) >= self.LIMIT:
-                    self._names.clear()
-                self._names[key] = name
-        except TypeError:
-            pass
-        return name
+    def keep(self, key: bytes | None, choice: Any) -> Any:
+        """Remembers a choice, which must not hold a tensor; returns it."""
+        if key is not None:
+            if len(self._made) >= self.LIMIT:
+                self._made.clear()
+            self._made[key] = choice
+        return choice
 
     @staticmethod
     def forget() -> None:
         """Forgets the choices of all ops: to be called by whatever changes how select() answers."""
         for choices in Choices._all:
-            choices._names.clear()
+            choices._made.clear()
 
 
 @contextmanager

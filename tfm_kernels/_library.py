@@ -59,6 +59,23 @@ def declare(
     return overloads
 
 
+_signature: Callable[..., bytes | None] = getattr(cpu_extension, "signature", lambda *parts: None)
+
+
+def signature(*parts: Any) -> bytes | None:
+    """All that the checks of a call and the choice of its backend may depend on, as a key for ``_backend.Choices``.
+
+    Args:
+        *parts: tensors (dtype, layout, device, shape and need of a gradient count, values do not), numbers, strings,
+            None and tuples of these. True is not 1, and 0.0 is not 0.
+
+    Returns:
+        Equal bytes for calls that are alike; None where there is no key: a part of another kind, such as a list or a
+        subclass of Tensor; while a graph is compiled, where checks cost nothing; without the C++ extension.
+    """
+    return None if torch.compiler.is_compiling() else _signature(*parts)
+
+
 def _why_missing(name: str, backend: str) -> str | None:
     qualified = f"{NAMESPACE}::{name}_{backend}"
     if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, _DISPATCH_KEYS[backend]):

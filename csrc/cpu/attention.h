@@ -284,10 +284,15 @@ void add_extras(const AttentionArgs& a, const Sequence& s, int64_t h, const Colu
   for (int64_t done = 0; done < n; done += kPanel, x += kPanel, begin += kPanel) {
     const int64_t m = std::min(kPanel, n - done);
     if (a.bias.data) {
+      auto take = [&](const auto* row) {
+        if (a.bias.stride_t && a.bias.stride_d == 1 && !columns.index && i + kAhead < s.tq)
+          prefetch(row + kAhead * a.bias.stride_t + columns.first + begin, m);
+        gather(columns, row, a.bias.stride_d, begin, m, bias);
+      };
       if (a.bias_is_float)
-        gather(columns, at_head<float>(a.bias, s, h, i), a.bias.stride_d, begin, m, bias);
+        take(at_head<float>(a.bias, s, h, i));
       else
-        gather(columns, at_head<T>(a.bias, s, h, i), a.bias.stride_d, begin, m, bias);
+        take(at_head<T>(a.bias, s, h, i));
       for (int64_t j = 0; j < m; ++j) x[j] = bias[j] == kHidden ? kHidden : x[j] + bias[j];
     }
     if (columns.elementwise) {

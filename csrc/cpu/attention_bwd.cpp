@@ -165,7 +165,7 @@ class Worker {
     far = false;
     const C* in_lse = static_cast<const C*>(a.lse) + lse_at(0);
     const C* in_dlse = a.dlse ? static_cast<const C*>(a.dlse) + lse_at(0) : nullptr;
-    const int64_t padded = round_up(s.tq, kPanel);
+    const int64_t padded = round_up(s.tq, 16);
     for (int64_t i = 0; i < padded; ++i) {
       C *q_row = q + i * d_pad, *dout_row = dout + i * dv_pad;
       std::fill_n(q_row, d_pad, C(0));
@@ -201,18 +201,22 @@ class Worker {
       delta[i] = static_cast<C>(sum) - (in_dlse ? in_dlse[i] : C(0));
     }
     for (int64_t i = 0; i < padded; i += kPanel) {
-      transpose(kPanel, a.d, q + i * d_pad, d_pad, q_t + i * a.d, kPanel);
-      transpose(kPanel, a.dv, dout + i * dv_pad, dv_pad, dout_t + i * a.dv, kPanel);
+      const int64_t n = std::min(kPanel, padded - i);
+      transpose(n, a.d, q + i * d_pad, d_pad, q_t + i * a.d, kPanel);
+      transpose(n, a.dv, dout + i * dv_pad, dv_pad, dout_t + i * a.dv, kPanel);
+      for (int64_t e = 0; e < a.d; ++e) std::fill_n(dq_t + i * a.d + e * kPanel, n, C(0));
     }
-    std::fill_n(dq_t, padded * a.d, C(0));
   }
+
+  // Rows of a matrix tile: few sizes, because the matrix library compiles code for each.
+  static int64_t padded_keys(int64_t n) { return round_up(n, n <= kPanel ? 16 : kPanel); }
 
   void take_keys(int64_t c) {
     column0 = c;
     count = std::min(a.tile, columns.count - c);
     load_columns<T>(a.k, s, kv, columns, c, count, a.d, k, a.d);
     load_columns<T>(a.v, s, kv, columns, c, count, a.dv, v, a.dv);
-    const int64_t padded = round_up(count, kPanel);
+    const int64_t padded = padded_keys(count);
     std::fill(k + count * a.d, k + padded * a.d, C(0));
     std::fill(v + count * a.dv, v + padded * a.dv, C(0));
     transpose(padded, a.d, k, a.d, k_t, a.tile);
@@ -238,7 +242,7 @@ class Worker {
              (begins[r] >= ends[r] || (begins[r] <= column0 + low && ends[r] >= column0 + high));
     begin = low;
     width = high - low;
-    padded_width = width <= kPanel ? round_up(width, 16) : round_up(width, kPanel);
+    padded_width = padded_keys(width);
     // the columns that fill up the part are keys too, which no row of this panel sees
     if (high < count && width < padded_width) full = false;
     return true;
@@ -296,8 +300,8 @@ class Worker {
   }
 
   void start() {
-    std::fill_n(dk, round_up(count, kPanel) * d_pad, C(0));
-    std::fill_n(dv, round_up(count, kPanel) * dv_pad, C(0));
+    std::fill_n(dk, padded_keys(count) * d_pad, C(0));
+    std::fill_n(dv, padded_keys(count) * dv_pad, C(0));
     started = true;
   }
 
@@ -398,6 +402,7 @@ class Worker {
         for (int64_t j = 0; j < width; ++j) out[columns.index[column0 + begin + j]] += x[j];
       } else {
         out += columns.first + column0 + begin;
+        if (r + kAhead < rows) prefetch(out + kAhead * a.dbias_stride_t, width);
         for (int64_t j = 0; j < width; ++j) out[j] += x[j];
       }
     }
@@ -426,7 +431,9 @@ class Worker {
 
   void give_queries() {
     for (int64_t i = 0; i < s.tq; ++i) {
-      if (i % kPanel == 0) transpose(a.d, kPanel, dq_t + i * a.d, kPanel, q + i * d_pad, d_pad);
+      if (i % kPanel == 0)
+        transpose(a.d, std::min(kPanel, round_up(s.tq, 16) - i), dq_t + i * a.d, kPanel,
+                  q + i * d_pad, d_pad);
       C* row = q + i * d_pad;
       const bool sees = begins[i] < ends[i];
       for (int64_t e = 0; e < a.d; ++e) row[e] = sees ? row[e] * static_cast<C>(a.scale) : C(0);

@@ -110,7 +110,7 @@ class Worker {
         transpose(n, a.d, q_rows, a.d, panel, kPanel);
       }
       for (int64_t d = 0; d < a.d && n < kPanel; ++d)
-        std::fill(panel + d * kPanel + n, panel + (d + 1) * kPanel, C(0));
+        std::fill(panel + d * kPanel + n, panel + d * kPanel + round_up(n, 16), C(0));
     }
     v_direct = nullptr;
     if constexpr (std::is_same_v<T, C>) {
@@ -128,7 +128,7 @@ class Worker {
       load_columns<T>(part, s, kv, columns, 0, columns.count, width, panel, ld);
       for (int64_t c = 0; c < columns.count && width < ld; ++c)
         std::fill(panel + c * ld + width, panel + (c + 1) * ld, C(0));
-      std::fill(panel + columns.count * ld, panel + padded * ld, C(0));
+      std::fill(panel + columns.count * ld, panel + round_up(columns.count, 16) * ld, C(0));
     }
   }
 

@@ -11,18 +11,19 @@ inline namespace CPU_CAPABILITY {
 namespace {
 
 // The longest sum that one matrix tile forms: longer ones would push its B operand (64 columns) out
-// of L2.
-constexpr int64_t kLongestSum = 1024;
+// of L2. Over few columns, where the BLAS forms a dot product of many partial sums, short ones keep
+// up with its precision and cost nothing beside reading A.
+inline int64_t longest_sum(int64_t n) { return n <= 16 ? 128 : 1024; }
 
-// C (m, n) = A (m, k) B (k, n), or += where `accumulate`. Row-major; sums of `kLongestSum` products
-// are formed apart.
+// C (m, n) = A (m, k) B (k, n), or += where `accumulate`. Row-major; sums of longest_sum(n)
+// products are formed apart.
 inline void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b,
                     int64_t ldb, float* c, int64_t ldc, bool accumulate) {
   int64_t begin = 0;
   do {
-    const int64_t length = std::min(k - begin, kLongestSum);
+    const int64_t length = std::min(k - begin, longest_sum(n));
     gemm_tile(m, n, length, a + begin, lda, b + begin * ldb, ldb, c, ldc, accumulate || begin > 0);
-    begin += kLongestSum;
+    begin += length;
   } while (begin < k);
 }
 

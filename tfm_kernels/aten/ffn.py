@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -32,7 +33,7 @@ def ffn(
     dropout_rows: Tensor | None,
     recompute: bool,
 ) -> Tensor:
-    """(M, E) -> (M, Eo); the arguments are those of ops.ffn, already checked."""
+    """(..., E) -> (..., Eo); the arguments are those of ops.ffn, already checked."""
     arguments = (x, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows)
     if recompute and torch.is_grad_enabled():
         return checkpoint(_block, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -44,7 +45,8 @@ def _block(x, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows):
     if gate is not None:
         hidden = hidden * F.linear(x, gate)
     if seed is not None:
-        rows = torch.arange(x.shape[0], device=x.device) if dropout_rows is None else dropout_rows
-        keep = dropout.keep_mask(seed, dropout_p, rows, w1.shape[0])
+        if dropout_rows is None:
+            dropout_rows = torch.arange(math.prod(x.shape[:-1]), device=x.device)
+        keep = dropout.keep_mask(seed, dropout_p, dropout_rows, w1.shape[0]).view(hidden.shape)
         hidden = torch.where(keep, hidden * dropout.keep_scale(dropout_p), 0.0)
     return F.linear(hidden, w2, b2)

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from .. import dropout
-from .._backend import Op, register, select
-from .._library import declare, differentiate, missing
+from .._backend import Choices, Op, register, select
+from .._library import declare, differentiate, missing, signature
 from ..aten import attention as aten
 from ..mask import Mask
 from ..reference import attention as reference
-from .attention_call import AttentionCall, describe_dense
+from .attention_call import AttentionCall, checked_call, describe_dense
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, {residuals}Tensor? bias, Tensor? keep, Tensor? key_lengths, "
@@ -163,6 +163,7 @@ def describe(
 
 
 _OP = register(Op("attention", SUPPORT, PREFER, describe))
+_CHOICES = Choices()
 
 
 def attention(
@@ -218,9 +219,16 @@ def attention(
         >>> attention(q, k, v, Mask.causal()).shape
         torch.Size([2, 4, 10, 16])
     """
-    call = describe(
-        query, key, value, mask, bias=bias, scale=scale, dropout_p=dropout_p, seed=seed,
-        return_lse=return_lse, deterministic=deterministic,
-    )  # fmt: skip
-    out, lse = run(call, select(_OP, call, backend))
+    options = scale, dropout_p, return_lse, deterministic
+    known = None
+    if seed is None and (type(mask) is not Mask or mask.key_lengths is None):  # the values of lengths are checked
+        shown = (mask.top_left, mask.bottom_right, mask.keep_matrix) if type(mask) is Mask else mask
+        known = signature(backend, query, key, value, shown, bias, *options)
+    name = _CHOICES.get(known)
+    if name is None:
+        call = describe_dense("attention", query, key, value, mask, bias, scale, dropout_p, seed, *options[2:])
+        name = _CHOICES.keep(known, select(_OP, call, backend))
+    else:
+        call = checked_call(query, key, value, mask, bias, *options)
+    out, lse = run(call, name)
     return (out, lse) if return_lse else out

@@ -67,6 +67,35 @@ def describe_dense(
     )
 
 
+def checked_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+    bias: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    return_lse: bool,
+    deterministic: bool,
+) -> AttentionCall:
+    """The same as ``describe_dense`` for arguments like those that it has accepted, without a seed."""
+    if bias is not None and bias.dim() == 2:
+        bias = bias[None, None]
+    if mask is None:
+        mask = _EVERYTHING
+    elif not isinstance(mask, Mask):
+        four = mask[None, None] if mask.dim() == 2 else mask
+        if mask.dtype == torch.bool:
+            mask = Mask(keep_matrix=four)
+        else:
+            mask, bias = _EVERYTHING, four if bias is None else four + bias
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    queries, keys = query.shape[2], key.shape[2]
+    return AttentionCall(
+        query, key, value, mask, bias, None, None, queries, keys, scale, dropout_p, None, return_lse, deterministic
+    )
+
+
 def check_heads(op: str, given: dict[str, Tensor], layout: str, dims: int) -> None:
     """Refuses tensors of another layout, of several dtypes or devices, or whose heads do not match."""
     for name, tensor in given.items():

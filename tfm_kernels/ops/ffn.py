@@ -37,6 +37,7 @@ SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cp
 
 
 OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe))
+_CHOICES = _backend.Choices()  # (backend, Call)
 
 
 def _fwd_fake(x, w1, b1, w2, b2, gate, activation, dropout_p, seed, dropout_rows, save_preact):
@@ -140,17 +141,24 @@ def ffn(
         >>> ffn(torch.randn(2, 5, 8), w1, torch.zeros(32), w2, None, activation="gelu").shape
         torch.Size([2, 5, 8])
     """
-    options = {"activation": activation, "gate": gate, "dropout_p": dropout_p, "seed": seed}
-    call = describe(x, w1, b1, w2, b2, **options, dropout_rows=dropout_rows, recompute=recompute)
-    name = _backend.select(OP, call, backend)
-    seed = _check.seed("ffn", dropout_p, seed, x.device)
-    rows = x.reshape(call.rows, call.width)
+    key = None
+    if dropout_rows is None:
+        key = _library.signature(backend, x, w1, b1, w2, b2, activation, gate, dropout_p, recompute)
+    choice = _CHOICES.get(key)
+    if choice is None:
+        options = {"activation": activation, "gate": gate, "dropout_p": dropout_p, "seed": seed}
+        call = describe(x, w1, b1, w2, b2, **options, dropout_rows=dropout_rows, recompute=recompute)
+        choice = _CHOICES.keep(key, (_backend.select(OP, call, backend), call))
+    name, call = choice
+    if seed is not None or dropout_p > 0.0:
+        seed = _check.seed("ffn", dropout_p, seed, x.device)
+    if name == "aten":
+        return aten.ffn(x, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows, recompute)
+    rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)
     if name == "reference":
         y = reference.ffn(rows, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows)
-    elif name == "aten":
-        y = aten.ffn(rows, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows, recompute)
     else:
         index, save = ACTIVATIONS.index(activation), call.training and not recompute
         dropout_rows = None if dropout_rows is None else dropout_rows.contiguous()
         y, _ = _apply(name, rows, w1, b1, w2, b2, gate, index, float(dropout_p), seed, dropout_rows, save)
-    return y.view(*x.shape[:-1], call.out)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)

@@ -25,7 +25,6 @@ from .._backend import Choices, Op, register, select
 from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
 from .layer_norm_call import Call, describe, prefer
-from .layer_norm_call import key as choice_key
 
 COMPILED = ("cpu",)
 
@@ -204,7 +203,7 @@ def layer_norm(
         >>> layer_norm(torch.randn(2, 5, 8), torch.ones(8)).shape
         torch.Size([2, 5, 8])
     """
-    key = choice_key("layer_norm", x, None, weight, bias, eps, 0.0, unbiased, backend)
+    key = _library.signature("layer_norm", backend, x, weight, bias, eps, unbiased)
     name = _CHOICES.get(key)
     if name is None:
         call = _describe_layer_norm(x, weight, bias, eps, unbiased=unbiased)
@@ -260,7 +259,7 @@ def add_layer_norm(
     """
     key = None
     if residual is not None and dropout_rows is None:
-        key = choice_key("add_layer_norm", x, residual, weight, bias, eps, dropout_p, unbiased, backend)
+        key = _library.signature("add_layer_norm", backend, x, residual, weight, bias, eps, dropout_p, unbiased)
     name = _CHOICES.get(key)
     if name is None:
         call = _describe_add_layer_norm(
@@ -300,8 +299,7 @@ def rms_norm(
         >>> rms_norm(torch.randn(2, 5, 8), torch.ones(8)).shape
         torch.Size([2, 5, 8])
     """
-    given = _DEFAULT_EPS if eps is None else eps
-    key = choice_key("rms_norm", x, None, weight, None, given, 0.0, False, backend)
+    key = _library.signature("rms_norm", backend, x, weight, eps)
     name = _CHOICES.get(key)
     if name is None:
         call = _describe_rms_norm(x, weight, eps)
@@ -350,8 +348,7 @@ def add_rms_norm(
     """
     key = None
     if residual is not None and dropout_rows is None:
-        given = _DEFAULT_EPS if eps is None else eps
-        key = choice_key("add_rms_norm", x, residual, weight, None, given, dropout_p, False, backend)
+        key = _library.signature("add_rms_norm", backend, x, residual, weight, eps, dropout_p)
     name = _CHOICES.get(key)
     if name is None:
         call = _describe_add_rms_norm(
