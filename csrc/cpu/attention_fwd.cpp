@@ -98,6 +98,14 @@ class Worker {
     columns = find_columns<T>(a, s, h, columns_scratch);
     padded = round_up(columns.count, kPanel);
     const bool direct = direct_rows(a.k);
+    k_direct = v_direct = nullptr;
+    if constexpr (std::is_same_v<T, C>) {
+      if (a.queries == 1 && direct && direct_rows(a.v)) {
+        k_direct = at_head<T>(a.k, s, kv, s.k0 + columns.first);
+        v_direct = at_head<T>(a.v, s, kv, s.k0 + columns.first);
+        return;
+      }
+    }
     for (int64_t c = 0; c < columns.count; c += kPanel) {
       const int64_t n = std::min(kPanel, columns.count - c);
       C* panel = k_panels + c * a.d;  // (D, kPanel)
@@ -112,7 +120,6 @@ class Worker {
       for (int64_t d = 0; d < a.d && n < kPanel; ++d)
         std::fill(panel + d * kPanel + n, panel + d * kPanel + round_up(n, 16), C(0));
     }
-    v_direct = nullptr;
     if constexpr (std::is_same_v<T, C>) {
       // for few tiles of queries a copy, which lies better in the cache, does not pay
       if (direct_rows(a.v) && a.dv % 16 == 0 && columns.count % 16 == 0 && s.tq <= 4 * a.rows) {
@@ -205,7 +212,10 @@ class Worker {
     for (int64_t i = 0; i < used; ++i) {
       const int64_t c = blocks[i], w = width(c, high), real = std::min(kPanel, columns.count - c);
       C* x = s_rows + i * kPanel;
-      gemm_tile(m, w, a.d, q, q_step, k_panels + c * a.d, kPanel, x, a.tile, false);
+      if (k_direct)
+        dots(c, std::min(w, real), w, x);
+      else
+        gemm_tile(m, w, a.d, q, q_step, k_panels + c * a.d, kPanel, x, a.tile, false);
       if (plain && !columns.elementwise && all_from <= c && c + w <= all_to) continue;
       for (int64_t r = 0; r < count; ++r, x += a.tile) {
         if (!plain)
@@ -273,8 +283,70 @@ class Worker {
     return at::vec::vec_reduce_all<C>([](const V& p, const V& q) { return p + q; }, s0 + s1);
   }
 
+  // A.1 for one query: reading the keys is all the work, so they are neither packed nor turned.
+  // A vector of partial sums a key; those of V::size() keys are turned and added at once.
+  void dots(int64_t c, int64_t n, int64_t w, C* x) const {
+    constexpr int64_t kLanes = V::size();
+    alignas(64) C partial[kLanes * kLanes], turned[kLanes * kLanes];
+    for (int64_t j = 0; j < w; j += kLanes) {
+      const int64_t keys = std::clamp<int64_t>(n - j, 0, kLanes);
+      std::fill(partial + keys * kLanes, partial + kLanes * kLanes, C(0));
+      for (int64_t l = 0; l < keys; ++l) {
+        const C* key = k_direct + (c + j + l) * a.k.stride_t;
+        V sum(C(0));
+        int64_t e = 0;
+        for (; e + kLanes <= a.d; e += kLanes)
+          sum = at::vec::fmadd(V::loadu(q + e), V::loadu(key + e), sum);
+        if (e < a.d) {
+          const auto rest = static_cast<int>(a.d - e);
+          sum = at::vec::fmadd(V::loadu(q + e, rest), V::loadu(key + e, rest), sum);
+        }
+        sum.store(partial + l * kLanes);
+      }
+      transpose(kLanes, kLanes, partial, kLanes, turned, kLanes);
+      V total = V::loadu(turned);
+      for (int64_t l = 1; l < kLanes; ++l) total = total + V::loadu(turned + l * kLanes);
+      total.store(x + j);
+    }
+  }
+
+  // A.4 for one query: out_rows += s_rows v, up to four vectors of it in registers.
+  void sum_values(const int64_t* blocks, int64_t used, int64_t high) {
+    constexpr int64_t kLanes = V::size();
+    int64_t e = 0;
+    for (; e + 4 * kLanes <= a.dv; e += 4 * kLanes) sum_strip<4>(blocks, used, high, e, kLanes);
+    for (; e < a.dv; e += kLanes)
+      sum_strip<1>(blocks, used, high, e, std::min<int64_t>(kLanes, a.dv - e));
+  }
+
+  template <int kVectors>
+  void sum_strip(const int64_t* blocks, int64_t used, int64_t high, int64_t e,
+                 int64_t last) const {  // elements of the last vector
+    C* out = out_rows + e;
+    V sum[kVectors];
+    for (int i = 0; i < kVectors; ++i) sum[i] = V::loadu(out + i * V::size());
+    for (int64_t b = 0; b < used; ++b) {
+      const int64_t c = blocks[b], n = std::min(width(c, high), columns.count - c);
+      const C* value = v_direct + c * a.v.stride_t + e;
+      for (int64_t j = 0; j < n; ++j, value += a.v.stride_t) {
+        const V p(s_rows[b * kPanel + j]);
+        for (int i = 0; i < kVectors - 1; ++i)
+          sum[i] = at::vec::fmadd(p, V::loadu(value + i * V::size()), sum[i]);
+        const C* end = value + (kVectors - 1) * V::size();
+        sum[kVectors - 1] = at::vec::fmadd(
+            p, last == V::size() ? V::loadu(end) : V::loadu(end, static_cast<int>(last)),
+            sum[kVectors - 1]);
+      }
+    }
+    for (int i = 0; i < kVectors; ++i) sum[i].store(out + i * V::size());
+  }
+
   // A.4: out_rows += s_rows v, one product per run of neighbouring blocks.
   void values(const int64_t* blocks, int64_t used, int64_t high, bool accumulate) {
+    if (k_direct) {
+      if (!accumulate) std::fill_n(out_rows, dv_pad, C(0));
+      return sum_values(blocks, used, high);
+    }
     for (int64_t i = 0; i < used;) {
       int64_t end = i + 1;
       while (end < used && blocks[end] == blocks[end - 1] + kPanel) ++end;
@@ -336,8 +408,8 @@ class Worker {
   ColumnScratch columns_scratch;
   Sequence s{-1, 0, 0, 0, 0, 0, 0, 0};
   Columns columns;
-  const C* v_direct = nullptr;
-  const C* q = nullptr;                          // the tile's queries, q_step apart
+  const C *k_direct = nullptr, *v_direct = nullptr;  // keys and values that are used where they lie
+  const C* q = nullptr;                              // the tile's queries, q_step apart
   int64_t q_step = 0, all_from = 0, all_to = 0;  // columns from all_from to all_to: every row sees
   int64_t h = 0, packed = -1, padded = 0, row0 = 0, count = 0, m = 0;
 };
@@ -391,7 +463,8 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
   a.out = call.view(out);
   a.lse = lse.mutable_data_ptr();
   const double work = 4.0 * a.batch * a.heads * a.queries * a.keys * (a.d + a.dv) / 2;
-  const int64_t threads = work < kSerialWork ? 1 : at::get_num_threads();
+  const int64_t threads =
+      work < (a.queries == 1 ? kSerialWork / 8 : kSerialWork) ? 1 : at::get_num_threads();
   pick_config(a, threads);
   const int64_t bytes = AttentionFwdScratch(a, lse.element_size()).bytes;
   call.run(threads, bytes, [&](std::atomic<int64_t>& next, char* scratch) {
