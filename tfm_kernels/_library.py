@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -54,6 +55,9 @@ def declare(
     for backend in backends:
         _library.define(f"{name}_{backend}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"{NAMESPACE}::{name}_{backend}", fake, lib=_library)
+        if backend == "triton":
+            for key in ("CUDA", "CPU"):  # on the CPU Triton's interpreter runs it, or its launcher refuses
+                _library.impl(f"{name}_triton", _launch_triton(name), key)
         _missing[f"{name}_{backend}"] = _why_missing(name, backend)
         overloads[backend] = getattr(getattr(torch.ops, NAMESPACE), f"{name}_{backend}").default
     return overloads
@@ -76,7 +80,28 @@ def signature(*parts: Any) -> bytes | None:
     return None if torch.compiler.is_compiling() else _signature(*parts)
 
 
+def _launch_triton(name: str) -> Callable[..., Any]:
+    """The function ``name`` of tfm_kernels/triton/<name>.py, imported, and Triton with it, by its first call."""
+
+    def launch(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(f"{NAMESPACE}.triton.{name}"), name)(*arguments)
+
+    return launch
+
+
+@torch.compiler.assume_constant_result
+def triton_interprets() -> bool:
+    """Whether Triton was told (TRITON_INTERPRET=1) to interpret its kernels, which then take CPU tensors."""
+    if find_spec("triton") is None:
+        return False
+    import triton
+
+    return triton.knobs.runtime.interpret
+
+
 def _why_missing(name: str, backend: str) -> str | None:
+    if backend == "triton":
+        return None if find_spec("triton") is not None else "triton is not installed: pip install triton"
     qualified = f"{NAMESPACE}::{name}_{backend}"
     if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, _DISPATCH_KEYS[backend]):
         return None

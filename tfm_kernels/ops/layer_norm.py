@@ -26,7 +26,7 @@ from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
 from .layer_norm_call import Call, describe, prefer
 
-COMPILED = ("cpu",)
+COMPILED = ("cpu", "triton")
 
 _SCHEMA_ARGUMENTS = (
     "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool unbiased, "
@@ -108,7 +108,17 @@ def _cpu_support(call: Call) -> str | None:
     return _library.missing("layer_norm_fwd", "cpu") or _library.missing("layer_norm_bwd", "cpu")
 
 
-SUPPORT = {"reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support}
+def _triton_support(call: Call) -> str | None:
+    if call.dtype == torch.float64:
+        return "has no float64 kernels"
+    if call.features > 65536:
+        return f"needs at most 65536 features, got {call.features}"
+    if call.device != "cuda" and not (call.device == "cpu" and _library.triton_interprets()):
+        return f"needs a CUDA tensor, got {call.device}"
+    return _library.missing("layer_norm_fwd", "triton")
+
+
+SUPPORT = {"reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support, "triton": _triton_support}
 PREFER = prefer
 _CHOICES = Choices()
 

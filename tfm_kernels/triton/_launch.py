@@ -1,0 +1,77 @@
+"""What the Triton launchers share on the host: checks, rows, alignment, the device a kernel is launched on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import dropout
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MULTIPROCESSORS = {8: 108, 9: 132, 10: 148}  # major compute capability -> of A100, H100 and H200, B200
+
+
+def check_device(op: str, x: Tensor) -> None:
+    """Refuses tensors that a compiled kernel cannot reach."""
+    if not (x.is_cuda or triton.knobs.runtime.interpret):
+        raise ValueError(f"{op}: x must be a CUDA tensor, got {x.device}")
+
+
+def check(op: str, like: Tensor, **tensors: tuple[Tensor | None, Sequence[int], Sequence[torch.dtype]]) -> None:
+    """Refuses what would make a kernel read outside its buffers; the public functions have checked with better words.
+
+    Args:
+        op: the operator's name.
+        like: a tensor on the call's device.
+        **tensors: name -> (tensor, the shape it must have, the types it may have).
+    """
+    for name, (value, shape, dtypes) in tensors.items():
+        if value is None:
+            continue
+        if tuple(value.shape) != tuple(shape):
+            raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+        if value.dtype not in dtypes:
+            raise ValueError(f"{op}: {name} must be one of {dtypes}, got {value.dtype}")
+        if value.device != like.device:
+            raise ValueError(f"{op}: {name} must be on {like.device}, got {value.device}")
+
+
+def check_dropout(op: str, p: float, seed: Tensor | None) -> tuple[float, int]:
+    """(scale of kept elements, largest dropped draw - 2**31) of a call with dropout, (1, 0) of one without."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: dropout_p must lie in [0, 1], got {p}")
+    if p == 0.0:
+        return 1.0, 0
+    if seed is None:
+        raise ValueError(f"{op}: seed must be a tensor where dropout_p > 0, got None")
+    return dropout.keep_scale(p), dropout.threshold(p) - 1 - 2**31
+
+
+def rows(x: Tensor) -> Tensor:
+    """``x`` as (M, N) with unit stride along N, copied only where its strides do not allow that."""
+    x = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def aligned(features: int, *tensors: Tensor | None) -> bool:
+    """Whether all rows of all tensors start and end at multiples of 16 bytes: loads of 16 bytes are then possible."""
+    if features % 8:
+        return False
+    for t in tensors:
+        if t is not None and (t.data_ptr() % 16 or (t.dim() > 1 and t.stride(0) % 8)):
+            return False
+    return True
+
+
+def on(x: Tensor) -> AbstractContextManager:
+    """Makes the device of ``x`` the current one; Triton launches there."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def capability(x: Tensor) -> tuple[int, int]:
+    """Compute capability of the device of ``x``; an interpreted call takes the launches of an H200."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)

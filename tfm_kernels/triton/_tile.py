@@ -1,0 +1,83 @@
+"""What the Triton kernels share on the device: pointers to a tile, and the random rule of tfm_kernels/dropout.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile(ptr, row_offsets, offs_n, ALIGNED: tl.constexpr):
+    """Pointers to (rows, columns); ALIGNED promises that each row's run starts at a multiple of 16 bytes.
+
+    The promise is made here and not by Triton's own specialisation of arguments, which would compile once more for
+    every pattern of aligned pointers and strides.
+    """
+    ptrs = ptr + row_offsets[:, None] + offs_n[None, :]
+    if ALIGNED:
+        ptrs = tl.multiple_of(ptrs, (1, 16))
+    return ptrs
+
+
+@triton.jit
+def inside(offs_n, N, ALIGNED: tl.constexpr):
+    """Which columns exist; ALIGNED promises that N is a multiple of 8, so that 8 neighbours share their answer."""
+    if ALIGNED:
+        N = N // 8 * 8
+    return offs_n < N
+
+
+@triton.jit
+def load_tile(
+    ptr, offs_m, first, M, N, stride_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """(BLOCK_M, BLOCK_N) float32 of rows offs_m (int64) and columns first + 0, 1, ...; 0 where there are none."""
+    offs_n = first + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & inside(offs_n, N, ALIGNED)[None, :]
+    return tl.load(tile(ptr, offs_m * stride_m, offs_n, ALIGNED), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_columns(ptr, first, N, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
+    """(1, BLOCK_N) float32 of a vector (N,), from column ``first``; 0 where there is none."""
+    offs_n = first + tl.arange(0, BLOCK_N)
+    return tl.load(ptr + offs_n, mask=inside(offs_n, N, ALIGNED), other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def store_tile(
+    value, ptr, offs_m, first, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Writes a tile of a contiguous (M, N), rounded once to its type; returns what was written."""
+    offs_n = first + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & inside(offs_n, N, ALIGNED)[None, :]
+    rounded = value.to(ptr.dtype.element_ty)
+    tl.store(tile(ptr, offs_m * N, offs_n, ALIGNED), rounded, mask=mask)
+    return rounded
+
+
+@triton.jit
+def load_row_numbers(rows_ptr, offs_m, M):
+    """(BLOCK_M,) int64: the rows' numbers in the random rule."""
+    row_numbers = offs_m
+    if rows_ptr is not None:
+        row_numbers = tl.load(rows_ptr + offs_m, mask=offs_m < M, other=0)
+    return row_numbers
+
+
+@triton.jit
+def keep_tile(seed_ptr, rows, first, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) bool, True = kept, for row numbers ``rows`` (BLOCK_M,) int64 and columns first + 0, 1, ...
+
+    ``first`` must be a multiple of 4. ``last_dropped`` is ceil(p * 2**32) - 1 - 2**31, which is an int32 for every
+    p > 0: draws are compared as signed numbers after their upper bit is flipped.
+    """
+    blocks = first // 4 + tl.arange(0, BLOCK_N // 4)
+    c0 = (tl.zeros((BLOCK_M, BLOCK_N // 4), tl.int32) + blocks[None, :]).to(tl.uint32)
+    c1 = (rows & 0xFFFFFFFF).to(tl.uint32)[:, None]
+    c2 = ((rows >> 32) & 0xFFFFFFFF).to(tl.uint32)[:, None]
+    c3 = tl.zeros((BLOCK_M, BLOCK_N // 4), tl.uint32)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), c0, c1, c2, c3, 10)
+    # (w0, w2) x (w1, w3) gives w0, w1, w2, w3 along the columns
+    draws = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
+    return (draws ^ 0x80000000).to(tl.int32, bitcast=True) > last_dropped

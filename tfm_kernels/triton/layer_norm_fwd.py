@@ -1,0 +1,212 @@
+"""layer_norm_fwd, Triton. Implements LN.1 to LN.3 of tfm_kernels/ops/layer_norm.py.
+
+Owns:    one program = block_m rows. Rows of up to 32768 features stay in registers while they are read three times;
+         longer ones are walked in pieces, where the second and third walk find them in L2.
+Traffic: reads x (and residual), writes y (and z), M*N each; mean and rstd, M each.
+Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; statistics float32. No float64.
+Config:  pick_config() below; not yet measured on a GPU.
+Source:  own work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import _launch
+from ._tile import inside, keep_tile, load_columns, load_row_numbers, load_tile, store_tile
+
+MAX_FEATURES = 65536
+# A kernel is compiled at most this often for one combination of storage types and of optional arguments: once for each
+# Config, with and without rows that start and end at multiples of 16 bytes.
+MAX_COMPILATIONS = 22
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a call is launched.
+
+    Attributes:
+        block_m: rows of one program.
+        block_n: features held at once, a power of two; less than N: the row is walked in pieces.
+        num_warps: warps of one program.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+def pick_config(features: int) -> Config:
+    """The launch for rows of ``features`` features; the number of rows, the types and the GPU do not change it.
+
+    A warp holds 1024 elements, 32 a thread: short rows need no reduction across warps, and 32 programs of one warp keep
+    64 KB of 16-bit elements in flight on a multiprocessor.
+    """
+    if features > 32768:
+        return Config(block_m=1, block_n=8192, num_warps=16)
+    block_n = max(64, triton.next_power_of_2(features))
+    return Config(block_m=max(1, 1024 // block_n), block_n=block_n, num_warps=max(1, block_n // 1024))
+
+
+# Nothing but types, which arguments are None, and the constexprs may cause a compilation: see _tile.tile.
+_RUNTIME = (
+    "x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "y_ptr", "z_ptr", "mean_ptr", "rstd_ptr", "seed_ptr", "rows_ptr",
+    "M", "N", "x_stride_m", "residual_stride_m", "eps", "divisor", "scale", "last_dropped",
+)  # fmt: skip
+
+
+@triton.jit
+def sum_tile(
+    x_ptr, residual_ptr, z_ptr, seed_ptr, rows_ptr, offs_m, first, M, N, x_stride_m, residual_stride_m, scale,
+    last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """LN.1: a tile of z, (BLOCK_M, BLOCK_N) float32; rounded to its type, and written, where there is a residual."""
+    z = load_tile(x_ptr, offs_m, first, M, N, x_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
+    if residual_ptr is not None:
+        residual = load_tile(residual_ptr, offs_m, first, M, N, residual_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
+        if seed_ptr is not None:
+            row_numbers = load_row_numbers(rows_ptr, offs_m, M)
+            keep = keep_tile(seed_ptr, row_numbers, first, last_dropped, BLOCK_M, BLOCK_N)
+            z = tl.where(keep, z * scale, 0.0)  # a dropped inf or NaN is dropped, not multiplied
+        z = store_tile(z + residual, z_ptr, offs_m, first, M, N, BLOCK_M, BLOCK_N, ALIGNED).to(tl.float32)
+    return z
+
+
+@triton.jit
+def centre(z, mean, first, N, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
+    """z - mean, and 0 where there are no columns."""
+    return tl.where(inside(first + tl.arange(0, BLOCK_N), N, ALIGNED)[None, :], z - mean[:, None], 0.0)
+
+
+@triton.jit
+def row_mean(total, mean_ptr, offs_m, M, N, BLOCK_M: tl.constexpr):
+    """LN.2: the mean of each row, written; 0 for RMSNorm."""
+    mean = tl.zeros((BLOCK_M,), tl.float32)
+    if mean_ptr is not None:
+        mean = tl.div_rn(tl.sum(total, 1), mean + N)
+        tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
+    return mean
+
+
+@triton.jit
+def row_rstd(squares, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M: tl.constexpr):
+    """LN.2: 1 / sqrt(variance + eps) of each row, written; all three steps rounded correctly, not approximated."""
+    ones = tl.full((BLOCK_M,), 1.0, tl.float32)
+    variance = tl.div_rn(tl.sum(squares, 1), ones * divisor)
+    rstd = tl.div_rn(ones, tl.sqrt_rn(variance + eps))
+    tl.store(rstd_ptr + offs_m, rstd, mask=offs_m < M)
+    return rstd
+
+
+@triton.jit
+def normalize_tile(
+    z, mean, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, first, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """LN.3: y of a tile of z, written."""
+    y = (z - mean[:, None]) * rstd[:, None]
+    if weight_ptr is not None:
+        y *= load_columns(weight_ptr, first, N, BLOCK_N, ALIGNED)
+    if bias_ptr is not None:
+        y += load_columns(bias_ptr, first, N, BLOCK_N, ALIGNED)
+    store_tile(y, y_ptr, offs_m, first, M, N, BLOCK_M, BLOCK_N, ALIGNED)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def layer_norm_fwd_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, z_ptr, mean_ptr, rstd_ptr, seed_ptr, rows_ptr,
+    M: tl.int64, N: tl.int32, x_stride_m: tl.int64, residual_stride_m: tl.int64, eps, divisor, scale, last_dropped,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Rows that stay in registers, N <= BLOCK_N."""
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    z = sum_tile(
+        x_ptr, residual_ptr, z_ptr, seed_ptr, rows_ptr, offs_m, 0, M, N, x_stride_m, residual_stride_m, scale,
+        last_dropped, BLOCK_M, BLOCK_N, ALIGNED,
+    )  # fmt: skip
+    mean = row_mean(z, mean_ptr, offs_m, M, N, BLOCK_M)
+    centred = centre(z, mean, 0, N, BLOCK_N, ALIGNED)
+    rstd = row_rstd(centred * centred, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
+    normalize_tile(z, mean, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, 0, M, N, BLOCK_M, BLOCK_N, ALIGNED)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def layer_norm_fwd_walk_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, z_ptr, mean_ptr, rstd_ptr, seed_ptr, rows_ptr,
+    M: tl.int64, N: tl.int32, x_stride_m: tl.int64, residual_stride_m: tl.int64, eps, divisor, scale, last_dropped,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Rows in pieces, BLOCK_N < N: one walk for the sum (and z), one for the squares, one for y."""
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if residual_ptr is not None or mean_ptr is not None:
+        for first in range(0, N, BLOCK_N):
+            total += sum_tile(
+                x_ptr, residual_ptr, z_ptr, seed_ptr, rows_ptr, offs_m, first, M, N, x_stride_m, residual_stride_m,
+                scale, last_dropped, BLOCK_M, BLOCK_N, ALIGNED,
+            )  # fmt: skip
+    mean = row_mean(total, mean_ptr, offs_m, M, N, BLOCK_M)
+    if residual_ptr is not None:
+        tl.debug_barrier()  # other threads may read z back than those that wrote it
+        x_ptr = z_ptr
+        x_stride_m = N.to(tl.int64)
+    squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, N, BLOCK_N):
+        z = load_tile(x_ptr, offs_m, first, M, N, x_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
+        centred = centre(z, mean, first, N, BLOCK_N, ALIGNED)
+        squares += centred * centred
+    rstd = row_rstd(squares, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
+    for first in range(0, N, BLOCK_N):
+        z = load_tile(x_ptr, offs_m, first, M, N, x_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
+        normalize_tile(z, mean, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, first, M, N, BLOCK_M, BLOCK_N, ALIGNED)
+
+
+def layer_norm_fwd(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool,
+    unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The operator layer_norm_fwd_triton; its contract is tfm_kernels/ops/layer_norm.py's."""
+    op = "layer_norm_fwd_triton"
+    _launch.check_device(op, x)
+    if x.dim() < 1 or not 1 <= x.shape[-1] <= MAX_FEATURES:
+        raise ValueError(f"{op}: x must have 1 to {MAX_FEATURES} features, got shape {tuple(x.shape)}")
+    N = x.shape[-1]
+    M = x.numel() // N
+    floating, vector = _launch.DTYPES, (N,)
+    _launch.check(
+        op, x, x=(x, x.shape, floating), residual=(residual, x.shape, floating), weight=(weight, vector, floating),
+        bias=(bias, vector, floating), dropout_rows=(dropout_rows, (M,), (torch.int64,)),
+        seed=(seed, (), (torch.int64,)),
+    )  # fmt: skip
+    scale, last_dropped = _launch.check_dropout(op, dropout_p, seed)
+
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    z = torch.empty((0,) if residual is None else x.shape, dtype=dtype, device=x.device)
+    mean = torch.empty((0,) if rms else (M,), dtype=torch.float32, device=x.device)
+    rstd = torch.empty((M,), dtype=torch.float32, device=x.device)
+    if M == 0:
+        return y, z, mean, rstd
+
+    dropped = residual is not None and dropout_p > 0.0
+    x2, residual2 = _launch.rows(x), None if residual is None else _launch.rows(residual)
+    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
+    config = pick_config(N)
+    kernel = layer_norm_fwd_kernel if N <= config.block_n else layer_norm_fwd_walk_kernel
+    with _launch.on(x):
+        kernel[(triton.cdiv(M, config.block_m),)](
+            x_ptr=x2, residual_ptr=residual2, weight_ptr=weight, bias_ptr=bias,
+            y_ptr=y, z_ptr=None if residual is None else z, mean_ptr=None if rms else mean, rstd_ptr=rstd,
+            seed_ptr=seed if dropped else None, rows_ptr=dropout_rows.contiguous() if dropped and dropout_rows is not None else None,
+            M=M, N=N, x_stride_m=x2.stride(0), residual_stride_m=0 if residual2 is None else residual2.stride(0),
+            eps=eps, divisor=float(N - 1 if unbiased else N), scale=scale, last_dropped=last_dropped,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            ALIGNED=_launch.aligned(N, x2, residual2, weight, bias),
+            num_warps=config.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y, z, mean, rstd
