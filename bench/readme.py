@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tfm_kernels import Mask, _backend
+from tfm_kernels import Mask, _backend, _library
 
 from . import record
 
@@ -50,11 +51,22 @@ def matrix() -> str:
 def _cell(op: _backend.Op, backend: str, notes: list[str]) -> str:
     if backend not in op.support:
         return "-"
-    reasons = {what: op.support[backend](op.describe(**call)) for what, call in _probes(op.name).items()}
+    reasons = {what: _reason(op, backend, arguments) for what, arguments in _probes(op.name).items()}
     if reasons[""] is not None:
         return f"no ({_note(reasons[''], notes)})"
     marks = [_note(f"not {what}: {reason}", notes) for what, reason in reasons.items() if reason is not None]
+    if backend in op.remarks:
+        marks.append(_note(op.remarks[backend], notes))
     return "yes" + (f" ({', '.join(map(str, marks))})" if marks else "")
+
+
+def _reason(op: _backend.Op, backend: str, arguments: Mapping[str, Any]) -> str | None:
+    """What SUPPORT answers to tensors on the backend's own device; the table is about the code, not this machine."""
+    call = op.describe(**arguments)
+    if backend in ("triton", "cuda"):
+        call = replace(call, device="cuda")
+    reason = op.support[backend](call)
+    return None if backend == "triton" and reason in _library.kernels().values() else reason
 
 
 def _note(note: str, notes: list[str]) -> int:

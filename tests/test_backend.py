@@ -1,7 +1,10 @@
 """How a backend is chosen, forced, refused and explained."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfm_kernels as tfk
 from tfm_kernels import _backend
@@ -13,9 +16,10 @@ def x():
 
 
 def test_explicit_never_falls_back(x):
-    for backend in ("triton", "cuda"):
-        with pytest.raises(tfk.BackendError, match=f"backend '{backend}' cannot run this call: layer_norm has no"):
-            tfk.ops.layer_norm(x, backend=backend)
+    with pytest.raises(tfk.BackendError, match="backend 'cuda' cannot run this call: layer_norm has no cuda kernels"):
+        tfk.ops.layer_norm(x, backend="cuda")
+    with pytest.raises(tfk.BackendError, match="backend 'triton' cannot run this call: needs a CUDA tensor, got cpu"):
+        tfk.ops.layer_norm(x, backend="triton")
     with pytest.raises(tfk.BackendError, match="N - 1 variance"):
         tfk.ops.layer_norm(x, unbiased=True, backend="aten")
 
@@ -74,3 +78,21 @@ def test_cpu_says_what_it_needs():
     meta = torch.empty(2, 8, device="meta")
     with pytest.raises(tfk.BackendError, match="needs a CPU tensor, got meta"):
         tfk.ops.layer_norm(meta, backend="cpu")
+
+
+def test_triton_is_explained_and_never_chosen():
+    """On a GPU that is not there; that its kernels run is shown in tests/interpreter."""
+    with FakeTensorMode():
+        x = torch.empty(2, 8, device="cuda")
+        text = tfk.explain("layer_norm", x)
+        assert "-> aten (automatic choice)" in text
+        if find_spec("triton") is None:
+            assert "triton    cannot: triton is not installed: pip install triton" in text
+        else:
+            assert "triton    can: not yet proven on a GPU; name it explicitly" in text
+        for x, reason in (
+            (torch.empty(2, 8, device="cuda", dtype=torch.float64), "has no float64 kernels"),
+            (torch.empty(2, 65537, device="cuda"), "needs at most 65536 features, got 65537"),
+        ):
+            with pytest.raises(tfk.BackendError, match=f"backend 'triton' cannot run this call: {reason}"):
+                tfk.ops.layer_norm(x, backend="triton")

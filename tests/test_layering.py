@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ ALLOWED = {
     "_check": {"dropout"},
     "reference": {"mask", "dropout"},
     "aten": {"mask", "dropout", "_library"},
+    "triton": {"dropout"},  # ops reach it by name alone, through _library, when a kernel is called
     "ops": LEAVES | {"reference", "aten"},
     "nn": LEAVES | {"ops"},
     "testing": LEAVES | {"ops", "reference"},
@@ -34,7 +36,8 @@ ALLOWED = {
     "cli": LEAVES | {"proof", "patching", "diagnosis", "nn", "ops", "demo"},
     "__main__": {"cli"},
 }
-SIBLINGS_APART = ("reference", "aten")  # files in these folders do not import one another
+SIBLINGS_APART = ("reference", "aten", "triton")  # files in these folders do not import one another
+SHARED = ("_tile", "_launch")  # but for these
 
 
 def modules():
@@ -69,7 +72,7 @@ def test_imports_point_down(path):
     for name in imported(path):
         there = name[0] if name else "the package root"
         assert there == here or there in ALLOWED[here], f"{path} must not import {'.'.join(name)}"
-        if here in SIBLINGS_APART and there == here:
+        if here in SIBLINGS_APART and there == here and not set(name) & set(SHARED):
             raise AssertionError(f"{path} must not import its sibling {'.'.join(name)}")
 
 
@@ -111,6 +114,9 @@ def test_every_op_has_its_mirrors():
         for operator in declared():
             if operator.startswith(stem + "_") and operator.endswith("_cpu"):
                 expected.append(ROOT / "csrc" / "cpu" / f"{operator.removesuffix('_cpu')}.cpp")
+            if operator.startswith(stem + "_") and operator.endswith("_triton"):
+                expected.append(PACKAGE / "triton" / f"{operator.removesuffix('_triton')}.py")
+                expected.append(ROOT / "tests" / "interpreter" / f"test_{stem}.py")
         absent = [str(path.relative_to(ROOT)) for path in expected if not path.exists()]
         assert not absent, f"{stem} lacks {', '.join(absent)}"
 
@@ -118,6 +124,8 @@ def test_every_op_has_its_mirrors():
 def test_every_kernel_file_is_declared():
     for path in (ROOT / "csrc" / "cpu").glob("*_[fb]wd.cpp"):
         assert f"{path.stem}_cpu" in declared(), f"{path.name} has no contract"
+    for path in (PACKAGE / "triton").glob("*_[fb]wd.py"):
+        assert f"{path.stem}_triton" in declared(), f"{path.name} has no contract"
 
 
 def test_matrix_of_ops_and_backends():
@@ -125,6 +133,9 @@ def test_matrix_of_ops_and_backends():
     for op in _backend.OPS.values():
         assert set(op.support) <= set(_backend.BACKENDS) and "reference" in op.support, op.name
     for operator in declared():
+        if operator.endswith("_triton") and find_spec("triton") is None:
+            assert _library._missing[operator] == "triton is not installed: pip install triton"
+            continue
         assert _library._missing[operator] is None, f"{operator}: {_library._missing[operator]}"
 
 
@@ -138,6 +149,12 @@ def test_import_touches_neither_triton_nor_a_device():
         "import torch, tfm_kernels as tfk\n"
         "assert not torch.cuda.is_initialized() and 'tfm_kernels._cuda' not in sys.modules\n"
         "print(tfk.ops.layer_norm(torch.randn(2, 8)).shape)"
+    )
+    assert done.returncode == 0, done.stderr
+    done = run(
+        "import sys, torch, tfm_kernels as tfk\n"
+        "tfk.ops.add_layer_norm(*torch.randn(2, 2, 8, requires_grad=True))[0].sum().backward()\n"
+        "assert not any(name.startswith('tfm_kernels.triton') for name in sys.modules)"  # torch itself may load triton
     )
     assert done.returncode == 0, done.stderr
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
@@ -25,12 +25,14 @@ class Op:
         support: backend -> function(call) that answers None ("I can") or one sentence why not.
         prefer: function(call) -> backends in the order of automatic choice.
         describe: checks the public function's arguments and returns the ``call`` that the other two read.
+        remarks: backend -> what explain() adds where the backend can run the call.
     """
 
     name: str
     support: Mapping[str, Callable[[Any], str | None]]
     prefer: Callable[[Any], tuple[str, ...]]
     describe: Callable[..., Any]
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
 
 OPS: dict[str, Op] = {}
@@ -155,5 +157,11 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
 
 
 def _reasons(op: Op, call: Any) -> str:
-    answers = ((name, why_not(op, call, name)) for name in BACKENDS)
-    return "\n".join(f"  {name:10}{'can' if reason is None else 'cannot: ' + reason}" for name, reason in answers)
+    return "\n".join(f"  {name:10}{_answer(op, call, name)}" for name in BACKENDS)
+
+
+def _answer(op: Op, call: Any, backend: str) -> str:
+    reason = why_not(op, call, backend)
+    if reason is not None:
+        return f"cannot: {reason}"
+    return f"can: {op.remarks[backend]}" if backend in op.remarks else "can"

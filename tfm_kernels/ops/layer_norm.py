@@ -120,6 +120,7 @@ def _triton_support(call: Call) -> str | None:
 
 SUPPORT = {"reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support, "triton": _triton_support}
 PREFER = prefer
+REMARKS = {"triton": "not yet proven on a GPU; name it explicitly"}
 _CHOICES = Choices()
 
 
@@ -168,10 +169,10 @@ def _rms_eps(x: Tensor, residual: Tensor | None = None) -> float:
     return torch.finfo(torch.float64).eps if wide else _DEFAULT_EPS
 
 
-_LAYER_NORM = register(Op("layer_norm", SUPPORT, PREFER, _describe_layer_norm))
-_ADD_LAYER_NORM = register(Op("add_layer_norm", SUPPORT, PREFER, _describe_add_layer_norm))
-_RMS_NORM = register(Op("rms_norm", SUPPORT, PREFER, _describe_rms_norm))
-_ADD_RMS_NORM = register(Op("add_rms_norm", SUPPORT, PREFER, _describe_add_rms_norm))
+_LAYER_NORM = register(Op("layer_norm", SUPPORT, PREFER, _describe_layer_norm, REMARKS))
+_ADD_LAYER_NORM = register(Op("add_layer_norm", SUPPORT, PREFER, _describe_add_layer_norm, REMARKS))
+_RMS_NORM = register(Op("rms_norm", SUPPORT, PREFER, _describe_rms_norm, REMARKS))
+_ADD_RMS_NORM = register(Op("add_rms_norm", SUPPORT, PREFER, _describe_add_rms_norm, REMARKS))
 
 
 def layer_norm(

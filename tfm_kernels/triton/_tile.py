@@ -28,9 +28,7 @@ def inside(offs_n, N, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    ptr, offs_m, first, M, N, stride_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr
-):
+def load_tile(ptr, offs_m, first, M, N, stride_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
     """(BLOCK_M, BLOCK_N) float32 of rows offs_m (int64) and columns first + 0, 1, ...; 0 where there are none."""
     offs_n = first + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & inside(offs_n, N, ALIGNED)[None, :]
@@ -40,14 +38,15 @@ def load_tile(
 @triton.jit
 def load_columns(ptr, first, N, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
     """(1, BLOCK_N) float32 of a vector (N,), from column ``first``; 0 where there is none."""
-    offs_n = first + tl.arange(0, BLOCK_N)
-    return tl.load(ptr + offs_n, mask=inside(offs_n, N, ALIGNED), other=0.0).to(tl.float32)[None, :]
+    offs_n = (first + tl.arange(0, BLOCK_N))[None, :]
+    ptrs = ptr + offs_n
+    if ALIGNED:
+        ptrs = tl.multiple_of(ptrs, (1, 16))
+    return tl.load(ptrs, mask=inside(offs_n, N, ALIGNED), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_tile(
-    value, ptr, offs_m, first, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr
-):
+def store_tile(value, ptr, offs_m, first, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
     """Writes a tile of a contiguous (M, N), rounded once to its type; returns what was written."""
     offs_n = first + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & inside(offs_n, N, ALIGNED)[None, :]

@@ -2,7 +2,7 @@
 
 Owns:    one program = every programs-th group of block_m rows, and one row each of partial dweight and dbias, which a
          second launch adds up in a fixed order. Rows of up to 8192 features stay in registers, and so do the partial
-         sums; longer rows are walked twice (the second walk finds them in L2), the partial sums lie in memory.
+         sums; longer ones are walked twice (the second walk finds them in L2), the partial sums lie in memory.
 Traffic: reads dy, z (and dz), writes dx (and dresidual, which differs from dx only under dropout), M*N each;
          programs*N float32 twice for each of dweight and dbias.
 Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; sums float32. No float64, no atomics.
@@ -12,7 +12,7 @@ Source:  own work.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,12 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _launch
-from ._tile import keep_tile, load_columns, load_row_numbers, load_tile, store_tile, tile
+from ._tile import keep_tile, load_columns, load_row_numbers, load_tile, store_tile
 
 MAX_FEATURES = 65536
-# As in layer_norm_fwd: a kernel's compilations for one combination of storage types and of optional arguments.
+# As in layer_norm_fwd: compilations for one combination of storage types and of optional arguments, all shapes.
 MAX_COMPILATIONS = 18
-MAX_SUM_COMPILATIONS = 1
+SUM_BLOCK_M, SUM_BLOCK_N = 32, 64  # partial sums that a program of the second launch adds up at once
 
 
 @dataclass(frozen=True)
@@ -36,29 +36,33 @@ class Config:
         block_m: rows that a program holds at once.
         block_n: features held at once, a power of two; less than N: the row is walked in pieces.
         num_warps: warps of one program.
+        num_stages: 2 asks for the next rows while these are computed, by copies to shared memory.
         programs: how many programs share the rows; each leaves one row of partial sums.
     """
 
     block_m: int
     block_n: int
     num_warps: int
+    num_stages: int
     programs: int
 
 
 def pick_config(rows: int, features: int, capability: tuple[int, int]) -> Config:
     """The launch for ``rows`` rows of ``features`` features on a GPU of this compute capability.
 
-    A program holds 4096 elements, 16 a thread, and as many partial sums; two programs fill a multiprocessor's
-    registers. Rows longer than that get wider programs, one to a multiprocessor.
+    A program holds 2048 elements, 8 a thread, and as many partial sums: at most 128 registers a thread, so that two
+    programs fit on a multiprocessor (tests/aot/layer_norm.json). Longer rows get 16 warps, one program to each.
     """
     multiprocessors = _launch.MULTIPROCESSORS.get(capability[0], 132)
     if features > 8192:
-        block_m, block_n, num_warps, most = 1, 8192, 16, multiprocessors
+        config = Config(block_m=1, block_n=8192, num_warps=16, num_stages=1, programs=multiprocessors)
+    elif features > 2048:
+        block_n = triton.next_power_of_2(features)
+        config = Config(block_m=1, block_n=block_n, num_warps=16, num_stages=2, programs=multiprocessors)
     else:
         block_n = max(64, triton.next_power_of_2(features))
-        block_m = max(1, 4096 // block_n)
-        num_warps, most = (16, multiprocessors) if block_n > 4096 else (8, 2 * multiprocessors)
-    return Config(block_m, block_n, num_warps, programs=max(1, min(most, triton.cdiv(rows, block_m))))
+        config = Config(2048 // block_n, block_n, num_warps=8, num_stages=2, programs=2 * multiprocessors)
+    return replace(config, programs=max(1, min(config.programs, triton.cdiv(rows, config.block_m))))
 
 
 _RUNTIME = (
@@ -98,13 +102,14 @@ def layer_norm_bwd_kernel(
     dy_ptr, dz_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, seed_ptr,
     rows_ptr, M: tl.int64, N: tl.int32, dy_stride_m: tl.int64, dz_stride_m: tl.int64, z_stride_m: tl.int64,
     divisor, scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows that stay in registers, N <= BLOCK_N; dweight_ptr and dbias_ptr are (programs, N)."""
     if weight_ptr is not None:
         weight = load_columns(weight_ptr, 0, N, BLOCK_N, ALIGNED)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for group in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for group in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         offs_m = (tl.zeros((BLOCK_M,), tl.int64) + group) * BLOCK_M + tl.arange(0, BLOCK_M)
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, offs_m, M, BLOCK_M)
         g = load_tile(dy_ptr, offs_m, 0, M, N, dy_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
@@ -138,6 +143,7 @@ def layer_norm_bwd_walk_kernel(
     dy_ptr, dz_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, seed_ptr,
     rows_ptr, M: tl.int64, N: tl.int32, dy_stride_m: tl.int64, dz_stride_m: tl.int64, z_stride_m: tl.int64,
     divisor, scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row at a time, BLOCK_M = 1, in pieces of BLOCK_N < N; dweight_ptr and dbias_ptr are (programs, N) zeros."""
     offs_p = (tl.zeros((BLOCK_M,), tl.int64) + tl.program_id(0)) + tl.arange(0, BLOCK_M)
@@ -249,14 +255,14 @@ def layer_norm_bwd(
             M=M, N=N, dy_stride_m=dy2.stride(0), dz_stride_m=0 if dz2 is None else dz2.stride(0),
             z_stride_m=z2.stride(0), divisor=float(N - 1 if unbiased else N), scale=scale, last_dropped=last_dropped,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=_launch.aligned(N, dy2, z2, dz2, weight),
-            num_warps=config.num_warps, enable_fp_fusion=False,
+            STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
         if config.programs == 1 or not (need_dweight or need_dbias):
             return dx, dresidual, dweights[0], dbiases[0]
         dweight, dbias = (torch.empty(t.shape[1:], dtype=torch.float32, device=z.device) for t in (dweights, dbiases))
-        layer_norm_bwd_sum_kernel[(triton.cdiv(N, 64), 2)](
+        layer_norm_bwd_sum_kernel[(triton.cdiv(N, SUM_BLOCK_N), 2)](
             dweight_ptr=dweights if need_dweight else None, dbias_ptr=dbiases if need_dbias else None,
             dweight_sum_ptr=dweight if need_dweight else None, dbias_sum_ptr=dbias if need_dbias else None,
-            P=config.programs, N=N, BLOCK_M=32, BLOCK_N=64, num_warps=4, enable_fp_fusion=False,
+            P=config.programs, N=N, BLOCK_M=SUM_BLOCK_M, BLOCK_N=SUM_BLOCK_N, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return dx, dresidual, dweight, dbias

@@ -1,0 +1,130 @@
+"""No byte outside of a tensor is touched, and offsets beyond 2**31 elements arrive."""
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from tfm_kernels.ops.layer_norm import BWD, FWD
+from tfm_kernels.triton import layer_norm_bwd, layer_norm_fwd
+
+from .fences import fenced, huge
+
+SEED = torch.tensor(77)
+FAR = 2**31 + 4096  # elements between two rows
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block_n", [None, 64])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (5, 200), (17, 72)], ids=str)
+def test_no_byte_outside(shape, block_n, dtype, monkeypatch):
+    """Every argument and every result ends at a protected page."""
+    if block_n is not None:  # walks of long rows
+        forward, backward = (layer_norm_fwd.Config(1, 64, 1), layer_norm_bwd.Config(1, 64, 1, 2, 3))
+        monkeypatch.setattr(layer_norm_fwd, "pick_config", lambda *_: forward)
+        monkeypatch.setattr(layer_norm_bwd, "pick_config", lambda *_: backward)
+    empty, zeros = torch.empty, torch.zeros
+    rows, width = shape
+    x, residual, dy, dz = (fenced(randn(*shape, dtype=dtype, seed=seed)) for seed in range(4))
+    weight, bias = (fenced(randn(width, dtype=dtype, seed=seed)) for seed in (4, 5))
+    seed, numbers = fenced(SEED), fenced(torch.arange(rows) * 3)
+
+    def run(backend):
+        y, z, mean, rstd = FWD[backend](x, residual, weight, bias, 1e-5, False, False, 0.4, seed, numbers)
+        return y, z, *BWD[backend](dy, dz, z, mean, rstd, weight, False, False, 0.4, seed, numbers, True, True)
+
+    expected = run("cpu")
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: fenced(empty(*args, **kwargs)))
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: fenced(zeros(*args, **kwargs)))
+    found = run("triton")
+    monkeypatch.undo()
+    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.fixture(scope="module")
+def spaces():
+    """Room for two tensors of more than 2**31 elements, taken up only where it is written."""
+    return [huge(FAR + 2**17, torch.float16) for _ in range(2)]
+
+
+@pytest.fixture
+def space(spaces):
+    return spaces[0]
+
+
+def apart(space, t):
+    """``t``, two rows, laid so that they are FAR elements from one another."""
+    rows = space.as_strided((2, t.shape[1]), (FAR, 1))
+    return rows.copy_(t)
+
+
+def test_arguments_with_far_rows(space):
+    x, residual, dy, dz = (randn(2, 96, dtype=torch.float16, seed=seed) for seed in range(4))
+    weight = randn(96, seed=4)
+
+    def forward(x, residual):
+        return FWD["triton"](x, residual, weight, None, 1e-5, False, False, 0.4, SEED, None)
+
+    y, z, mean, rstd = forward(x, residual)
+    for a, b in zip(forward(apart(space, x), residual), (y, z, mean, rstd), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(forward(x, apart(space, residual)), (y, z, mean, rstd), strict=True):
+        assert torch.equal(a, b)
+
+    def backward(dy, dz, z):
+        return BWD["triton"](dy, dz, z, mean, rstd, weight, False, False, 0.4, SEED, None, True, True)
+
+    expected = backward(dy, dz, z)
+    for name in range(3):
+        given = [apart(space, t) if index == name else t for index, t in enumerate((dy, dz, z))]
+        for a, b in zip(backward(*given), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def run_last_program(monkeypatch, kernel, program, **arguments):
+    """Runs one program of a grid; arguments that are not given are None."""
+    handle = interpreter.TensorHandle(np.array([program], dtype=np.int32), interpreter.tl.int32)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", lambda self, axis: handle)
+    kernel[(1,)](**{**dict.fromkeys(kernel.arg_names), **arguments})
+
+
+@pytest.mark.parametrize("width", [32768, 65536])
+@pytest.mark.parametrize("walked", [False, True])
+def test_results_with_far_rows(spaces, width, walked, monkeypatch):
+    """The last program of a call whose results have more than 2**31 elements."""
+    rows = FAR // width + 1
+    assert (rows - 1) * width >= 2**31
+    x, residual, weight = (randn(1, width, dtype=torch.float16, seed=seed) for seed in range(3))
+    common = {"M": rows, "N": width, "scale": 2.0, "last_dropped": 0, "divisor": float(width), "seed_ptr": SEED}
+    common |= {"BLOCK_M": 1, "BLOCK_N": 8192 if walked else width, "ALIGNED": True, "weight_ptr": weight[0]}
+    numbers = torch.tensor([rows - 1])
+    y, z, _, rstd = FWD["cpu"](x, residual, weight[0], None, 1e-5, True, False, 0.5, SEED, numbers)
+    found_rstd = torch.zeros(rows)
+    run_last_program(
+        monkeypatch,
+        layer_norm_fwd.layer_norm_fwd_walk_kernel if walked else layer_norm_fwd.layer_norm_fwd_kernel,
+        rows - 1, x_ptr=x, residual_ptr=residual, x_stride_m=0, residual_stride_m=0, eps=1e-5,
+        y_ptr=spaces[0], z_ptr=spaces[1], rstd_ptr=found_rstd, **common,
+    )  # fmt: skip
+    last = slice((rows - 1) * width, rows * width)
+    torch.testing.assert_close(found_rstd[-1:], rstd, rtol=1e-6, atol=0)
+    torch.testing.assert_close(spaces[0][last], y[0], rtol=2e-3, atol=2e-3)
+    assert torch.equal(spaces[1][last], z[0])
+
+    dx, dresidual, _, _ = BWD["cpu"](
+        x, None, z, rstd[:0], rstd, weight[0], True, False, 0.5, SEED, numbers, False, False
+    )
+    run_last_program(
+        monkeypatch,
+        layer_norm_bwd.layer_norm_bwd_walk_kernel if walked else layer_norm_bwd.layer_norm_bwd_kernel,
+        rows - 1, dy_ptr=x, z_ptr=z, dy_stride_m=0, z_stride_m=0, dz_stride_m=0, rstd_ptr=found_rstd,
+        dx_ptr=spaces[0], dresidual_ptr=spaces[1], STAGES=1, **common,
+    )  # fmt: skip
+    torch.testing.assert_close(spaces[0][last], dx[0], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(spaces[1][last], dresidual[0], rtol=2e-3, atol=2e-3)

@@ -1,0 +1,57 @@
+"""The tests' own tools show what they are meant to show."""
+
+import os
+import signal
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from .fences import fenced
+
+
+@triton.jit
+def copy_kernel(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr, IS_MASKED: tl.constexpr):
+    offs_n = tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + offs_n, mask=offs_n < N, other=0.0) if IS_MASKED else tl.load(x_ptr + offs_n)
+    tl.store(y_ptr + offs_n, x.to(y_ptr.dtype.element_ty), mask=offs_n < N)
+
+
+@triton.jit
+def sum_kernel(x_ptr, y_ptr, BLOCK_N: tl.constexpr):
+    offs_n = tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + offs_n)
+    tl.store(y_ptr + offs_n, x * x + x)
+
+
+@triton.jit
+def offset_kernel(y_ptr, stride):
+    offset = (tl.program_id(0) + 70_000) * stride
+    tl.store(y_ptr, offset.to(tl.int64))
+
+
+def test_bfloat16_is_rounded_to_nearest_even():
+    x, y = torch.randn(4096) * 100, torch.empty(4096, dtype=torch.bfloat16)
+    copy_kernel[(1,)](x, y, 4096, BLOCK_N=4096, IS_MASKED=True)
+    assert torch.equal(y, x.bfloat16())
+    x = x.bfloat16()
+    sum_kernel[(1,)](x, y, BLOCK_N=4096)
+    assert torch.equal(y, x * x + x)
+
+
+def test_an_offset_that_leaves_int32_is_an_error():
+    with pytest.raises(Exception, match="int32 overflow detected"):
+        offset_kernel[(1,)](torch.zeros(1, dtype=torch.int64), 32768)
+
+
+def test_the_fence_stops_a_read_past_the_end():
+    x, y = fenced(torch.ones(5)), fenced(torch.zeros(5))
+    copy_kernel[(1,)](x, y, 5, BLOCK_N=8, IS_MASKED=True)
+    assert torch.equal(x, y)
+    child = os.fork()
+    if child == 0:
+        copy_kernel[(1,)](x, y, 5, BLOCK_N=8, IS_MASKED=False)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV
