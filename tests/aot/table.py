@@ -14,10 +14,14 @@ from tfm_kernels.triton import layer_norm_bwd, layer_norm_fwd
 
 FILE = Path(__file__).with_name("layer_norm.json")
 ARCHS = (80, 90, 100)
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 WIDTHS = [2**exponent for exponent in range(6, 17)]  # one for each launch
-# LayerNorm with weight and bias, alone; and with all that there is: residual, dropout and row numbers
-FEATURES = ("plain", "full")
+# plain: LayerNorm with weight and bias; full: with all that there is, residual, dropout and row numbers
+VARIANTS = tuple(
+    (dtype, features, aligned)
+    for dtype in ("bf16", "fp32")
+    for features, aligned in (("plain", True), ("full", True), ("full", False))
+)
+VARIANTS_90 = (("fp16", "full", True), ("bf16", "plain", False))
 SIZES = {"M": "i64", "N": "i32", "last_dropped": "i32", "divisor": "fp32", "scale": "fp32", "eps": "fp32"}
 STATISTICS = {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "dweight_ptr": "*fp32", "dbias_ptr": "*fp32"}
 
@@ -26,13 +30,11 @@ def entries():
     """Name -> what to compile, for every kernel, launch, storage type, set of features and architecture."""
     found = {}
     for arch in ARCHS:
-        for dtype, itemsize in DTYPES.items():
-            for features in FEATURES:
-                for width in WIDTHS:
-                    for aligned in (True, False):
-                        for make in (_forward, _backward):
-                            name, entry = make(width, dtype, itemsize, features, aligned, arch)
-                            found[f"sm_{arch} {name} {dtype} {features}{'' if aligned else ' unaligned'}"] = entry
+        for dtype, features, aligned in VARIANTS + (VARIANTS_90 if arch == 90 else ()):
+            for width in WIDTHS:
+                for make in (_forward, _backward):
+                    name, entry = make(width, dtype, features, aligned, arch)
+                    found[f"sm_{arch} {name} {dtype} {features}{'' if aligned else ' unaligned'}"] = entry
         found[f"sm_{arch} layer_norm_bwd_sum"] = _sum(arch)
     return found
 
@@ -54,8 +56,8 @@ def _types(kernel, dtype, absent):
     return types
 
 
-def _forward(width, dtype, itemsize, features, aligned, arch):
-    config = layer_norm_fwd.pick_config(width, itemsize)
+def _forward(width, dtype, features, aligned, arch):
+    config = layer_norm_fwd.pick_config(width, 4 if dtype == "fp32" else 2)
     walked = width > config.block_n
     kernel = layer_norm_fwd.layer_norm_fwd_walk_kernel if walked else layer_norm_fwd.layer_norm_fwd_kernel
     absent = () if features == "full" else ("residual_ptr", "z_ptr", "seed_ptr", "rows_ptr")
@@ -67,7 +69,7 @@ def _forward(width, dtype, itemsize, features, aligned, arch):
     }  # fmt: skip
 
 
-def _backward(width, dtype, itemsize, features, aligned, arch):
+def _backward(width, dtype, features, aligned, arch):
     config = layer_norm_bwd.pick_config(10**6, width, (arch // 10, arch % 10))
     walked = width > config.block_n
     kernel = layer_norm_bwd.layer_norm_bwd_walk_kernel if walked else layer_norm_bwd.layer_norm_bwd_kernel
