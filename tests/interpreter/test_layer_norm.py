@@ -53,15 +53,14 @@ def calls(width, dtype, rows):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [129, 200])
-@pytest.mark.parametrize("block_n", [64, 256])
+@pytest.mark.parametrize("block_n, width", [(64, 129), (64, 136), (256, 200)])
 def test_walks_and_shared_rows(block_n, width, dtype, monkeypatch):
     """Long rows in pieces, many rows to one program: by small launches, since the interpreter is slow."""
     forward = layer_norm_fwd.Config(1 if block_n < width else 2, block_n, num_warps=1)
     backward = layer_norm_bwd.Config(forward.block_m, block_n, num_warps=1, num_stages=2, programs=3)
     monkeypatch.setattr(layer_norm_fwd, "pick_config", lambda *_: forward)
     monkeypatch.setattr(layer_norm_bwd, "pick_config", lambda *_: backward)
-    for op, inputs in calls(width, dtype, rows=17):
+    for op, inputs in calls(width, dtype, rows=7):
         assert_contract(op, inputs, "triton")
 
 
@@ -128,13 +127,16 @@ def test_compiled():
 
 
 def test_traced_for_a_gpu_that_is_not_there():
+    """Without gradients: torch's autograd ends the process where a CPU build meets a CUDA device."""
     with FakeTensorMode():
         shapes = (4, 16), (4, 16), (16,)
         x, residual, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-        x.requires_grad_()
-        out = torch.compile(step, fullgraph=True, backend="aot_eager")(x, residual, weight)
-        (dx,) = torch.autograd.grad(out.sum(), x)
-    assert out.device.type == dx.device.type == "cuda" and dx.shape == x.shape and out.dtype == torch.bfloat16
+        out = torch.compile(step, fullgraph=True, backend="eager")(x, residual, weight)
+        assert out.device.type == "cuda" and out.shape == x.shape and out.dtype == torch.bfloat16
+        row = torch.empty(4, device="cuda")
+        dx, _, dweight, dbias = BWD["triton"](x, None, x, row, row, weight, False, False, 0.0, None, None, True, False)
+        assert dx.device.type == dweight.device.type == "cuda" and (dx.shape, dweight.shape) == (x.shape, weight.shape)
+        assert dweight.dtype == torch.float32 and dbias.shape == (0,)
 
 
 def test_backward_of_another_backend():
