@@ -57,7 +57,7 @@ def _types(kernel, dtype, absent):
 
 
 def _forward(width, dtype, features, aligned, arch):
-    config = layer_norm_fwd.pick_config(width, 4 if dtype == "fp32" else 2)
+    config = layer_norm_fwd.pick_config(width)
     walked = width > config.block_n
     kernel = layer_norm_fwd.layer_norm_fwd_walk_kernel if walked else layer_norm_fwd.layer_norm_fwd_kernel
     absent = () if features == "full" else ("residual_ptr", "z_ptr", "seed_ptr", "rows_ptr")
@@ -70,7 +70,7 @@ def _forward(width, dtype, features, aligned, arch):
 
 
 def _backward(width, dtype, features, aligned, arch):
-    config = layer_norm_bwd.pick_config(10**6, width, (arch // 10, arch % 10))
+    config = layer_norm_bwd.pick_config(10**6, width, aligned, (arch // 10, arch % 10))
     walked = width > config.block_n
     kernel = layer_norm_bwd.layer_norm_bwd_walk_kernel if walked else layer_norm_bwd.layer_norm_bwd_kernel
     absent = () if features == "full" else ("dz_ptr", "dresidual_ptr", "seed_ptr", "rows_ptr")

@@ -15,9 +15,9 @@ def fits(name, found):
         f"{name} spills: {found}"
     )
     assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
-    if "layer_norm_bwd " in name and "8 warps" in name:
+    if "layer_norm_bwd " in name and " 8 warps" in name and "unaligned" not in name:
         assert found["registers"] <= 128, f"{name}: two programs do not fit: {found}"
-    if "layer_norm_bwd " in name:
+    if "2 stages" in name:
         assert found["LDGSTS"] > 0, f"{name} does not ask for the next rows ahead"
 
 

@@ -1,8 +1,9 @@
 """layer_norm_bwd, Triton. Implements LN.4 to LN.6 of tfm_kernels/ops/layer_norm.py.
 
 Owns:    one program = every programs-th group of block_m rows, and one row each of partial dweight and dbias, which a
-         second launch adds up in a fixed order. Rows of up to 8192 features stay in registers, and so do the partial
-         sums; longer ones are walked twice (the second walk finds them in L2), the partial sums lie in memory.
+         second launch adds up in a fixed order. Rows of up to 8192 features (4096 unaligned) stay in registers, and so
+         do the partial sums; longer ones are walked twice (the second walk finds them in L2), and the partial sums lie
+         in memory.
 Traffic: reads dy, z (and dz), writes dx (and dresidual, which differs from dx only under dropout), M*N each;
          programs*N float32 twice for each of dweight and dbias.
 Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; sums float32. No float64, no atomics.
@@ -24,8 +25,8 @@ from ._tile import keep_tile, load_columns, load_row_numbers, load_tile, store_t
 
 MAX_FEATURES = 65536
 # As in layer_norm_fwd: compilations for one combination of storage types and of optional arguments, all shapes:
-# nine launches, with and without aligned rows, and the second launch.
-MAX_COMPILATIONS = 19
+# nine launches of aligned rows, eight of others, and the second launch.
+MAX_COMPILATIONS = 18
 SUM_BLOCK_M, SUM_BLOCK_N = 32, 64  # partial sums that a program of the second launch adds up at once
 
 
@@ -48,21 +49,25 @@ class Config:
     programs: int
 
 
-def pick_config(rows: int, features: int, capability: tuple[int, int]) -> Config:
+def pick_config(rows: int, features: int, aligned: bool, capability: tuple[int, int]) -> Config:
     """The launch for ``rows`` rows of ``features`` features on a GPU of this compute capability.
 
     A program holds 2048 elements, 8 a thread, and as many partial sums: at most 128 registers a thread, so that two
-    programs fit on a multiprocessor (tests/aot/layer_norm.json). Longer rows get 16 warps, one program to each.
+    programs fit on a multiprocessor (tests/aot/layer_norm.json). Longer rows get 16 warps, one program to each. Rows
+    that are not ``aligned`` are read element by element, which takes registers: half as many, not asked for ahead.
     """
     multiprocessors = _launch.MULTIPROCESSORS.get(capability[0], 132)
-    if features > 8192:
-        config = Config(block_m=1, block_n=8192, num_warps=16, num_stages=1, programs=multiprocessors)
+    if features > (8192 if aligned else 4096):
+        config = Config(block_m=1, block_n=4096, num_warps=16, num_stages=1, programs=multiprocessors)
     elif features > 2048:
         block_n = triton.next_power_of_2(features)
         config = Config(block_m=1, block_n=block_n, num_warps=16, num_stages=2, programs=multiprocessors)
     else:
         block_n = max(64, triton.next_power_of_2(features))
-        config = Config(2048 // block_n, block_n, num_warps=8, num_stages=2, programs=2 * multiprocessors)
+        block_m = max(1, (2048 if aligned else 1024) // block_n)
+        config = Config(block_m, block_n, num_warps=8, num_stages=2, programs=2 * multiprocessors)
+    if not aligned:
+        config = replace(config, num_stages=1)
     return replace(config, programs=max(1, min(config.programs, triton.cdiv(rows, config.block_m))))
 
 
@@ -233,7 +238,10 @@ def layer_norm_bwd(
     dropped = dropout_p > 0.0
     dx = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     dresidual = torch.empty(z.shape if dropped else (0,), dtype=z.dtype, device=z.device)
-    config = pick_config(M, N, _launch.capability(z))
+    dy2, z2, dz2 = _launch.rows(dy), _launch.rows(z), None if dz is None else _launch.rows(dz)
+    weight = None if weight is None else weight.contiguous()
+    aligned = _launch.aligned(N, dy2, z2, dz2, weight)
+    config = pick_config(M, N, aligned, _launch.capability(z))
     # a walk adds to its partial sums; without rows there is nothing to launch
     new = torch.zeros if N > config.block_n or M == 0 else torch.empty
     dweights, dbiases = (
@@ -243,8 +251,6 @@ def layer_norm_bwd(
     if M == 0:
         return dx, dresidual, dweights[0], dbiases[0]
 
-    dy2, z2, dz2 = _launch.rows(dy), _launch.rows(z), None if dz is None else _launch.rows(dz)
-    weight = None if weight is None else weight.contiguous()
     kernel = layer_norm_bwd_kernel if N <= config.block_n else layer_norm_bwd_walk_kernel
     with _launch.on(z):
         kernel[(config.programs,)](
@@ -255,7 +261,7 @@ def layer_norm_bwd(
             rows_ptr=dropout_rows.contiguous() if dropped and dropout_rows is not None else None,
             M=M, N=N, dy_stride_m=dy2.stride(0), dz_stride_m=0 if dz2 is None else dz2.stride(0),
             z_stride_m=z2.stride(0), divisor=float(N - 1 if unbiased else N), scale=scale, last_dropped=last_dropped,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=_launch.aligned(N, dy2, z2, dz2, weight),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=aligned,
             STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
         if config.programs == 1 or not (need_dweight or need_dbias):

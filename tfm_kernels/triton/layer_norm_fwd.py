@@ -1,7 +1,7 @@
 """layer_norm_fwd, Triton. Implements LN.1 to LN.3 of tfm_kernels/ops/layer_norm.py.
 
-Owns:    one program = block_m rows. Rows of up to 32768 features (16384 of 4 bytes) stay in registers while they are
-         read three times; longer ones are walked in pieces, where the second and third walk find them in L2.
+Owns:    one program = block_m rows. Rows of up to 16384 features stay in registers while they are read three times;
+         longer ones are walked in pieces, where the second and third walk find them in L2.
 Traffic: reads x (and residual), writes y (and z), M*N each; mean and rstd, M each.
 Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; statistics float32. No float64.
 Config:  pick_config() below; not yet measured on a GPU.
@@ -23,7 +23,7 @@ from ._tile import inside, keep_tile, load_columns, load_row_numbers, load_tile,
 MAX_FEATURES = 65536
 # How often the kernels are compiled at most for one combination of storage types and of optional arguments, whatever
 # the shapes: once for each Config, with and without rows that start and end at multiples of 16 bytes.
-MAX_COMPILATIONS = 22
+MAX_COMPILATIONS = 20
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Config:
     num_warps: int
 
 
-def pick_config(features: int, itemsize: int) -> Config:
-    """The launch for rows of ``features`` features of at most ``itemsize`` bytes; rows and GPU do not change it.
+def pick_config(features: int) -> Config:
+    """The launch for rows of ``features`` features; their number, their type and the GPU do not change it.
 
     A warp holds 1024 elements, 32 a thread: short rows need no sums across warps, and 24 programs of one warp, which
     fit by their registers (tests/aot/layer_norm.json), ask for 48 KB of 16-bit elements on each multiprocessor.
     """
-    if features > (32768 if itemsize == 2 else 16384):  # 32768 of 4 bytes spilled at 64 registers a thread
+    if features > 16384:  # 32768 spilled in some variants: a program of 32 warps has 64 registers a thread
         return Config(block_m=1, block_n=8192, num_warps=16)
     block_n = max(64, triton.next_power_of_2(features))
     return Config(block_m=max(1, 1024 // block_n), block_n=block_n, num_warps=max(1, block_n // 1024))
@@ -196,7 +196,7 @@ def layer_norm_fwd(
     dropped = residual is not None and dropout_p > 0.0
     x2, residual2 = _launch.rows(x), None if residual is None else _launch.rows(residual)
     weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
-    config = pick_config(N, max(x.element_size(), y.element_size()))
+    config = pick_config(N)
     kernel = layer_norm_fwd_kernel if N <= config.block_n else layer_norm_fwd_walk_kernel
     with _launch.on(x):
         kernel[(triton.cdiv(M, config.block_m),)](
