@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,18 +18,18 @@ from .subject import Group
 _AGREE = {"float32": 0.02, "bfloat16": 0.05, "float16": 0.05}
 
 
-def refusal(group: Group, backend: str) -> str | None:
+def refusal(group: Group, backend: str, device: str = "cpu") -> str | None:
     """None where the backend keeps the numeric contract on the group's proof case, else the judge's sentence."""
     subject = group.subject
-    return _contract(subject.arguments, subject.proof(group.case), group.dtype, backend, group.kind == "train")
+    return _contract(subject.arguments, subject.proof(group.case), group.dtype, backend, group.kind == "train", device)
 
 
 @functools.cache
-def _contract(arguments: Any, case: Any, dtype: str, backend: str, backward: bool) -> str | None:
+def _contract(arguments: Any, case: Any, dtype: str, backend: str, backward: bool, device: str) -> str | None:
     if backend in ("reference", "aten"):
         return None  # measured by the contract, not judged; agreement at full size is asked of them too
     try:
-        assert_contract(case.op, arguments(case, dtype), backend, backward=backward)
+        assert_contract(case.op, on(device, arguments(case, dtype)), backend, backward=backward)
     except ContractError as error:
         return str(error)
     return None
@@ -43,6 +44,11 @@ def disagreement(group: Group, ours: tuple[Tensor, ...], theirs: tuple[Tensor, .
         if not difference <= _AGREE[group.dtype]:
             return f"result {index} differs from PyTorch's in float32 by {difference:.3g} of its norm"
     return None
+
+
+def on(device: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, their tensors (and whatever else has a device) on ``device``."""
+    return {name: value.to(device) if hasattr(value, "to") else value for name, value in arguments.items()}
 
 
 def flat(result: Any) -> tuple[Tensor, ...]:

@@ -51,7 +51,7 @@ class Runner:
         if self.train:
             generator = torch.Generator().manual_seed(1)
             dtype = getattr(torch, self.dtype)
-            self.douts = [torch.randn(t.shape, generator=generator).to(dtype).to(t.dtype) for t in outputs]
+            self.douts = [torch.randn(t.shape, generator=generator).to(dtype).to(t.device, t.dtype) for t in outputs]
         self.run()
         self.run()
         return tuple(t.detach() for t in outputs) + (gate.flat(self.results) if self.train else ())
@@ -69,13 +69,15 @@ class Runner:
         return peak
 
 
-def measure(group: Group, plan: timing.Plan, machine: dict) -> dict:
+def measure(group: Group, plan: timing.Plan, machine: dict, make: type[Runner] = Runner, device: str = "cpu") -> dict:
     """The record of one group, ready for JSON.
 
     Args:
         group: what to measure.
         plan: how long to sample.
         machine: what limits.measure() found.
+        make: how an implementation is run and timed.
+        device: where the tensors are.
 
     Returns:
         A dict: "key", the case and its physics, "chosen" by automatic choice, one row a direction and implementation,
@@ -88,7 +90,7 @@ def measure(group: Group, plan: timing.Plan, machine: dict) -> dict:
         "refused": {}, "unavailable": {},
     }  # fmt: skip
     with _grad(group.kind == "train"):
-        runners = _ready(group, record)
+        runners = _ready(group, record, make, device)
         samples = timing.interleave({name: runner.run for name, runner in runners.items()}, plan)
         for name, runner in runners.items():
             record["memory"][name] = runner.peak_memory()
@@ -117,29 +119,29 @@ def samples(group: Group, plan: timing.Plan) -> dict[str, list[tuple[float, ...]
         return timing.interleave({name: runner.run for name, runner in runners.items()}, plan)
 
 
-def _ready(group: Group, record: dict) -> dict[str, Runner]:
+def _ready(group: Group, record: dict, make: type[Runner] = Runner, device: str = "cpu") -> dict[str, Runner]:
     """The implementations that may be timed, warm; fills the record's "chosen", "refused" and "unavailable"."""
     case, subject = group.case, group.subject
     torch.manual_seed(0)
-    arguments = subject.arguments(case, group.dtype)
+    arguments = gate.on(device, subject.arguments(case, group.dtype))
     function, leaves = subject.eager(case, arguments)
-    runners = {EAGER: Runner(group, function, leaves)}
+    runners = {EAGER: make(group, function, leaves)}
     truth = runners[EAGER].warm_up()
     if group.dtype != "float32":  # PyTorch's own sums in 16 bits are no measure: 5 % off for dweight over 4096 rows
         wide = {n: a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for n, a in arguments.items()}
         truth = Runner(group, *subject.eager(case, wide)).warm_up()
     if case.compiled:
         torch.compiler.reset()
-        competitor = Runner(group, torch.compile(function, dynamic=False), leaves)
+        competitor = make(group, torch.compile(function, dynamic=False), leaves)
         try:
             competitor.warm_up()
             runners[COMPILED] = competitor
         except Exception as error:  # whatever the compiler throws, the others are still worth timing
             record["unavailable"][COMPILED] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     for name, backend in _candidates(group, arguments, record):
-        wrong = gate.refusal(group, backend)
+        wrong = gate.refusal(group, backend, device)
         if wrong is None:
-            runner = _ours(group, arguments, backend if name != AUTO else None)
+            runner = _ours(group, arguments, backend if name != AUTO else None, make)
             wrong = gate.disagreement(group, runner.warm_up(), truth)
         if wrong is None:
             runners[name] = runner
@@ -165,13 +167,13 @@ def _candidates(group: Group, arguments: dict, record: dict) -> Iterator[tuple[s
             record["unavailable"][backend] = reason
 
 
-def _ours(group: Group, arguments: dict, backend: str | None) -> Runner:
+def _ours(group: Group, arguments: dict, backend: str | None, make: type[Runner]) -> Runner:
     op = getattr(tfk.ops, group.case.op)
     leaves = _leaves(arguments, False)
     rest = {name: value for name, value in arguments.items() if name not in leaves}
     if backend is not None:
         rest["backend"] = backend
-    return Runner(group, lambda **tensors: op(**tensors, **rest), leaves)
+    return make(group, lambda **tensors: op(**tensors, **rest), leaves)
 
 
 def _leaves(arguments: dict, train: bool) -> dict[str, Tensor]:

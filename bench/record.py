@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ PROTOCOL = 1  # raised whenever what is timed, or how, changes: numbers of two p
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / ".benchmarks" / "quick"  # not for the repository
+_SOURCES = (("tfm_kernels", "*.py"), ("csrc", "*.*"), ("tfm_kernels", "_C*"), ("bench", "*.py"))
 _MEASURED = ("tfm_kernels", "csrc", "bench", ":!bench/results")
 
 
@@ -35,9 +37,9 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "compiler": build.get("compiler", "the C++ extension is not built"),
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--", *_MEASURED)),
-        "sources": _sources(),
+        "commit": git("rev-parse", "--short=12", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--", *_MEASURED)),
+        "sources": sources(_SOURCES),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -50,15 +52,23 @@ def _cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+def git(*words: str) -> str:
+    """What git says of this tree; "unknown" where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
-def _sources() -> str:
-    """A digest of the files that are measured, committed or not: results are only continued on the same ones."""
+def sources(where: Iterable[tuple[str, str]]) -> str:
+    """A digest of the files that are measured, committed or not: results are only continued on the same ones.
+
+    Args:
+        where: (folder, pattern) of the files, from the tree's root.
+    """
     digest = hashlib.sha256()
-    for folder, pattern in (("tfm_kernels", "*.py"), ("csrc", "*.*"), ("tfm_kernels", "_C*"), ("bench", "*.py")):
+    for folder, pattern in where:
         for path in sorted((ROOT / folder).rglob(pattern)):
             digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]

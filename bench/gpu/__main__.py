@@ -1,0 +1,120 @@
+"""python -m bench.gpu: builds, proves and times the kernels on this machine's GPU, in under 9 minutes.
+
+python -m bench.gpu                      all parts in order; files go to bench/results/<device>/<part>.json
+python -m bench.gpu --part contract      one part; may be repeated
+python -m bench.gpu --minutes 4          less time; the same command continues where it ended
+python -m bench.gpu --report FOLDER      prints the table of finished files; needs no GPU
+
+An interrupted run is continued as long as sources, torch and GPU are the same. Exit code 0: all green; 1: something is
+red, or there is nothing to run on; 75: the time was over before the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+
+from . import machine, table
+from .conductor import ask, conduct
+from .part import Part, Room
+from .parts import PARTS
+from .subjects import SUBJECTS
+
+GREEN, RED, UNFINISHED = 0, 1, 75
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    parts: Sequence[Part] = PARTS,
+    read: Callable[[], dict[str, Any]] = machine.read,
+) -> int:
+    """The command.
+
+    Args:
+        arguments: of the command line.
+        parts: what there is to run.
+        read: says what the machine is, or {"refusal": why it cannot}; called in a process of its own.
+    """
+    options = _options(arguments)
+    names = [part.name for part in parts]
+    wrong = _wrong(options, names)
+    if wrong is not None:
+        return _refuse(wrong)
+    if options.list:
+        print("\n".join(f"{part.name:12} {part.seconds:4.0f} s  {part.about}" for part in parts))
+        return GREEN
+    if options.report is not None:
+        files = record.load(options.report)
+        if not files:
+            return _refuse(f"--report must name a folder that holds results, got {options.report}")
+        return _report(files, names)
+    now = ask(read)
+    if "refusal" in now:
+        return _refuse(now["refusal"])
+    folder = options.out or record.RESULTS / now["device"]
+    chosen = [part for part in parts if not options.part or part.name in options.part]
+    subjects = [subject for subject in SUBJECTS if not options.op or subject.stem in options.op]
+    room = Room(folder, now, time.monotonic(), subjects)
+    for part in chosen:
+        file = record.Results(folder / f"{part.name}.json", now, options.fresh)
+        if file.data["groups"]:
+            print(f"continuing {part.name}: {len(file.data['groups'])} items are there already (--fresh starts anew)")
+        file.write()
+    conduct(chosen, room, options.minutes * 60)
+    files = {name: room.results(name).data for name in names if (folder / f"{name}.json").exists()}
+    print(f"\nwritten to {folder}\n")
+    return _report(files, [part.name for part in chosen])
+
+
+def _report(files: dict[str, dict[str, Any]], parts: Sequence[str]) -> int:
+    print(table.render(files, parts))
+    late = table.unfinished(files, parts)
+    if table.red(files):
+        return RED
+    if late:
+        print(f"\nnot finished: {', '.join(late)}; the same command goes on from there")
+        return UNFINISHED
+    return GREEN
+
+
+def _refuse(why: str) -> int:
+    print(f"bench.gpu: {why}", file=sys.stderr)
+    return RED
+
+
+def _wrong(options: argparse.Namespace, names: Sequence[str]) -> str | None:
+    """None where the options make sense, else one sentence."""
+    stems = [subject.stem for subject in SUBJECTS]
+    for name in options.part:
+        if name not in names:
+            return f"--part must be one of {', '.join(names)}, got {name}"
+    for stem in options.op:
+        if stem not in stems:
+            return f"--op must be one of {', '.join(stems)}, got {stem}"
+    if not 0 < options.minutes <= 60:
+        return f"--minutes must lie above 0 and up to 60, got {options.minutes:g}"
+    return None
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", action="append", default=[], metavar="NAME", help="only this part; may be repeated")
+    parser.add_argument("--op", action="append", default=[], metavar="STEM", help="only this op; may be repeated")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together; 8 unless told")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go")
+    parser.add_argument("--fresh", action="store_true", help="do everything anew")
+    parser.add_argument("--list", action="store_true", help="print the parts and stop")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="print the table of a folder's files and stop")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

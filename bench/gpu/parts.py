@@ -1,0 +1,31 @@
+"""The parts of the proof in their order, and how the time is shared out between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bench.record import Results
+
+from . import build, contract, limits, machine, memory, repeats, speed
+from .part import Item, Part, Room
+
+
+def _environment(room: Room, results: Results) -> Iterator[Item]:
+    yield Item("machine", lambda: {"machine": room.now, "clocks": machine.clocks(), "packages": _packages()})
+    yield Item("nvidia-smi", lambda: {"words": machine.output("nvidia-smi").splitlines()})
+
+
+def _packages() -> dict[str, str | None]:
+    return {name: machine.package(name) for name in ("torch", "triton", "ninja", "pybind11", "pytest", "numpy")}
+
+
+# seconds of a run of 480; a part that ends early leaves the rest to those behind it
+PARTS = (
+    Part("environment", "GPU, driver, tools, clocks as read", 5, _environment),
+    Part("build", "compiles every kernel and launch, and the C++ extension", 130, build.items),
+    Part("contract", "the numeric contract, dropout masks", 110, contract.items),
+    Part("repeats", f"{repeats.REPEATS} runs and CUDA graph replays, bit for bit", 35, repeats.items),
+    Part("memory", "guards, more than 2**31 elements, compute-sanitizer", 75, memory.items),
+    Part("limits", "copy bandwidth and matrix rate", 10, limits.items),
+    Part("speed", "kernels and peers in turns", 115, speed.items),
+)

@@ -1,0 +1,126 @@
+"""How long the proven kernels take, beside their peers in turns; what was expected is written down first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench import measure, timing
+from bench.record import Results
+from bench.subject import Group, groups
+from tfm_kernels import ops
+
+from . import limits, machine
+from .part import GREEN, RED, Item, Room
+from .subject import GpuSubject
+
+PLAN = timing.Plan(seconds=0.5, least=15, most=100)
+PROOFS = ("contract", "repeats", "memory")
+CALLS = 200  # for the host's cost of a call
+
+
+def items(room: Room, results: Results) -> Iterator[Item]:
+    machine_limits = limits.measured(room.results("limits"))
+    predicted = results.data.setdefault("predicted", {})
+    for subject in room.subjects:
+        yield Item(f"{subject.backend} {subject.stem} launch", partial(launch_cost, subject, room.device))
+        for group in groups(subject.speed):
+            if machine_limits is not None:
+                predicted[group.key] = {d: subject.predicted(group, d, machine_limits) for d in group.directions}
+            why = refusal(room, subject, group.case.op) or (
+                "the limits are not measured" if machine_limits is None else None
+            )
+            run = partial(_refuse, why) if why else partial(_measure, group, machine_limits, predicted, room.device)
+            yield Item(group.key, run, group.case.op)
+
+
+def refusal(room: Room, subject: GpuSubject, op: str) -> str | None:
+    """None where the op is proven on this GPU, else one sentence why its speed is not taken."""
+    for part in PROOFS:
+        results = room.results(part)
+        red = [item for item in results.data["groups"] if item["state"] == RED and item["op"] in (op, "")]
+        if red:
+            return f"{part}: {red[0]['key']} is red"
+    contract = room.results("contract")
+    if subject.stem not in contract.data.get("complete", ()):
+        return "its contract is not finished"
+    if not any(item["state"] == GREEN and item["op"] == op for item in contract.data["groups"]):
+        return "its contract holds no case of it"
+    return None
+
+
+def _refuse(why: str) -> dict[str, Any]:
+    raise AssertionError(f"not timed: {why}")
+
+
+def _measure(group: Group, machine_limits: dict, predicted: dict, device: str) -> dict[str, Any]:
+    before = machine.clocks()
+    found = measure.measure(group, PLAN, machine_limits, DeviceRunner, device)
+    torch.cuda.empty_cache()
+    for row in found["rows"]:
+        row["predicted"] = predicted[group.key][row["direction"]]
+    state = {"state": RED, "why": "; ".join(map(": ".join, found["refused"].items()))} if found["refused"] else {}
+    return {**found, **state, "clocks": [before, machine.clocks()]}
+
+
+class DeviceRunner(measure.Runner):
+    """An implementation timed on the device: events around it, L2 cold, the host ahead by twice what it needs."""
+
+    _flush: limits.Flush | None = None
+
+    def run(self) -> tuple[float, ...]:
+        """Seconds of the forward, or of the backward and of both, each begun with a cold L2."""
+        if DeviceRunner._flush is None:
+            DeviceRunner._flush = limits.Flush("cuda")
+        if not self.train:
+            return (self._timed(lambda: self.function(**self.leaves)),)
+        forward = self._timed(lambda: self.function(**self.leaves))
+        outputs = self.results
+        backward = self._timed(lambda: torch.autograd.grad(outputs, list(self.leaves.values()), self.douts))
+        return backward, forward + backward
+
+    def _timed(self, call: Callable[[], Any]) -> float:
+        def kept() -> None:
+            start = time.perf_counter()
+            result = call()
+            self.results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+            self.host = min(max(2 * (time.perf_counter() - start), 2e-4), 2e-2)
+
+        assert DeviceRunner._flush is not None
+        return limits.timed(kept, DeviceRunner._flush, getattr(self, "host", 2e-2))
+
+    def peak_memory(self) -> int:
+        """The most bytes that were allocated at once in one run, beyond what was before."""
+        self.results = ()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.run()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def launch_cost(subject: GpuSubject, device: str) -> dict[str, Any]:
+    """Seconds of host time of a small call: the first in a process (from Triton's cache on disk), and a warm one."""
+    case = min(subject.speed.cases, key=lambda case: subject.speed.bytes_moved(case, 1, "forward"))
+    case = replace(subject.speed.proof(case), **({"rows": 1} if hasattr(case, "rows") else {}))
+    inputs = subject.speed.arguments(case, case.dtypes[0])
+    given = {name: t.to(device) if hasattr(t, "to") else t for name, t in inputs.items()}
+    op, found = getattr(ops, case.op), {}
+    with torch.no_grad():
+        for backend in (subject.backend, "aten"):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            op(**given, backend=backend)
+            torch.cuda.synchronize()
+            first = time.perf_counter() - start
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                op(**given, backend=backend)
+            torch.cuda.synchronize()
+            found[backend] = {"first": first, "warm": (time.perf_counter() - start) / CALLS}
+    return {"case": case.label, "host": found}

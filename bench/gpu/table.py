@@ -1,0 +1,110 @@
+"""What a proof found, from its files: a line a part, what is red, and the table of speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .part import GREEN, RED, UNAVAILABLE
+
+Files = Mapping[str, Mapping[str, Any]]
+SHOWN = 20  # red items in words
+PEERS = ("torch", "torch.compile", "aten")
+_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+def render(files: Files, parts: Sequence[str]) -> str:
+    """The whole report.
+
+    Args:
+        files: part -> its file's content.
+        parts: the parts that the proof has, in order.
+    """
+    blocks = [_head(files), "\n".join(_part_lines(files, parts))]
+    blocks += ["\n".join(lines) for lines in (_red_lines(files), _speed_lines(files)) if lines]
+    return "\n\n".join(blocks)
+
+
+def red(files: Files) -> list[tuple[str, Mapping[str, Any]]]:
+    """(part, item) of everything that is red."""
+    return [(part, item) for part, file in files.items() for item in file["groups"] if item["state"] == RED]
+
+
+def unfinished(files: Files, parts: Sequence[str]) -> list[str]:
+    """The parts that have not come to their end."""
+    return [part for part in parts if not files.get(part, {}).get("complete")]
+
+
+def _head(files: Files) -> str:
+    now = next(iter(files.values()))["environment"]
+    return (
+        f"{now['gpu']}, driver {now['driver']}, torch {now['torch']}, triton {now['triton']}, nvcc {now['nvcc']}, "
+        f"sources {now['sources']}, {now['date']}, protocol {now['protocol']}"
+    )
+
+
+def _part_lines(files: Files, parts: Sequence[str]) -> Iterator[str]:
+    for part in parts:
+        if part not in files:
+            yield f"{part:12} not run"
+            continue
+        states = [item["state"] for item in files[part]["groups"]]
+        counts = ", ".join(f"{states.count(s)} {s}" for s in (GREEN, RED, UNAVAILABLE) if s in states) or "nothing yet"
+        seconds = sum(item.get("seconds", 0.0) for item in files[part]["groups"])
+        yield f"{part:12} {counts}, {seconds:.0f} s{'' if files[part].get('complete') else '; NOT FINISHED'}"
+        for item in files[part]["groups"]:
+            if item["state"] == UNAVAILABLE:
+                yield f"{'':12} {item['key']}: {item['why']}"
+
+
+def _red_lines(files: Files) -> list[str]:
+    found = red(files)
+    lines = [f"{part}: {item['key']}: {item['why'][:400]}" for part, item in found[:SHOWN]]
+    return [f"RED: {len(found)}", *lines] if found else []
+
+
+def _speed_lines(files: Files) -> list[str]:
+    groups = [item for item in files.get("speed", {"groups": []})["groups"] if item.get("rows")]
+    if not groups:
+        return []
+    lines = [
+        f"{'op':16}{'shape':26}{'type':6}{'direction':10}{'ours us':>9}{'expected':>10}"
+        + "".join(f"{peer:>15}" for peer in PEERS)
+        + f"{'vs best':>9}{'of limit':>10}{'error':>8}"
+    ]
+    for group in groups:
+        for direction in dict.fromkeys(row["direction"] for row in group["rows"]):
+            rows = {row["implementation"]: row for row in group["rows"] if row["direction"] == direction}
+            lines += _speed_line(group, direction, rows, files)
+    lines.append(
+        "us: medians on the device, L2 cold, taken in turns; of limit: what a copy (or the library's matrix product) "
+        "takes / ours; error: worst error / bound of the contract's cases of this op and type"
+    )
+    return lines
+
+
+def _speed_line(group: Mapping, direction: str, rows: dict[str, Mapping], files: Files) -> Iterator[str]:
+    if "auto" in rows:  # automatic choice was measured under its own name
+        rows[group["chosen"]] = rows.pop("auto")
+    theirs = [rows[peer]["median"] for peer in PEERS if peer in rows]
+    for name in [name for name in rows if name not in PEERS]:
+        ours = rows[name]
+        peers = [f"{rows[peer]['median'] * 1e6:.1f}" if peer in rows else "-" for peer in PEERS]
+        best = f"{min(theirs) / ours['median']:.2f}x" if theirs else "-"
+        worst = error(files, group["op"], group["dtype"])
+        yield (
+            f"{group['op']:16}{group['label']:26}{_SHORT[group['dtype']]:6}{direction:10}{ours['median'] * 1e6:9.1f}"
+            f"{ours['predicted'] * 1e6:10.1f}"
+            + "".join(f"{peer:>15}" for peer in peers)
+            + f"{best:>9}{ours['limit'] / ours['median']:>10.0%}"
+            + (f"{worst:8.2f}" if worst is not None else f"{'-':>8}")
+        )
+
+
+def error(files: Files, op: str, dtype: str) -> float | None:
+    """The worst error / bound (C1) of an op's cases in a type; None where there are none."""
+    items = files.get("contract", {"groups": []})["groups"]
+    return max(
+        (item["C1"] for item in items if item["op"] == op and item.get("dtype") == _SHORT[dtype] and "C1" in item),
+        default=None,
+    )
