@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h')
 SANITIZED := build/sanitized
 
-.PHONY: build triton lint test test-all sanitize demo bench clean
+.PHONY: build triton lint test test-all sanitize demo bench gpu clean
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -60,6 +60,10 @@ demo: $(VENV)/deps
 
 bench: build
 	$(BIN)/python -m bench
+
+# needs nothing but what this Python has: torch with CUDA, triton, pytest; about 8 minutes
+gpu:
+	$(PYTHON) -m bench.gpu
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info tfm_kernels/*.so

@@ -50,10 +50,10 @@ def main(
         print("\n".join(f"{part.name:12} {part.seconds:4.0f} s  {part.about}" for part in parts))
         return GREEN
     if options.report is not None:
-        files = record.load(options.report)
+        files = {name: file for name, file in record.load(options.report).items() if name in names}
         if not files:
             return _refuse(f"--report must name a folder that holds results, got {options.report}")
-        return _report(files, names)
+        return _report(files, names, [subject.stem for subject in SUBJECTS])
     now = ask(read)
     if "refusal" in now:
         return _refuse(now["refusal"])
@@ -69,12 +69,12 @@ def main(
     conduct(chosen, room, options.minutes * 60)
     files = {name: room.results(name).data for name in names if (folder / f"{name}.json").exists()}
     print(f"\nwritten to {folder}\n")
-    return _report(files, [part.name for part in chosen])
+    return _report(files, [part.name for part in chosen], [subject.stem for subject in subjects])
 
 
-def _report(files: dict[str, dict[str, Any]], parts: Sequence[str]) -> int:
+def _report(files: dict[str, dict[str, Any]], parts: Sequence[str], stems: Sequence[str]) -> int:
     print(table.render(files, parts))
-    late = table.unfinished(files, parts)
+    late = table.unfinished(files, parts, stems)
     if table.red(files):
         return RED
     if late:

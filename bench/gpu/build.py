@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import shutil
 import subprocess
 import sys
@@ -78,19 +79,18 @@ def compile_all(subject: GpuSubject, room: Room, processes: int | None = None) -
     for shard in shards:
         shard.start()
     found: dict[str, list] = {"kernels": [], "failures": []}
-    lost = 0
-    for shard in shards:
-        while True:  # a shard's answer comes before its end, in any order
-            try:
-                answer = answers.get(timeout=1.0)
-            except Exception:  # queue.Empty
-                if not any(other.is_alive() for other in shards):
-                    lost += 1
-                    break
-                continue
-            for name, values in answer.items():
-                found[name] += values
-            break
+    lost = len(shards)
+    while lost:
+        alive = any(shard.is_alive() for shard in shards)  # asked before: a shard answers, then ends
+        try:
+            answer = answers.get(timeout=1.0)
+        except queue.Empty:
+            if not alive:
+                break
+            continue
+        lost -= 1
+        for name, values in answer.items():
+            found[name] += values
     for shard in shards:
         shard.join()
     kernels = {kernel["name"]: kernel for kernel in found["kernels"]}

@@ -32,7 +32,7 @@ def ask(question: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def deadlines(parts: Sequence[Part], seconds: float) -> list[float]:
-    """When each part has to end, in seconds from the start: time is shared out by Part.seconds, savings are passed on."""
+    """When each part has to end, in seconds from the start; what a part leaves goes to those behind it."""
     whole = sum(part.seconds for part in parts)
     ends, sofar = [], 0.0
     for part in parts:

@@ -21,6 +21,10 @@ DEVICE_LOST = 17  # exit code of a process whose CUDA context an item has broken
 _SAY_EVERY = 10.0  # seconds
 
 
+class NotYetError(Exception):
+    """Raised by a part's items: what it builds on is not finished; the words say what."""
+
+
 @dataclass(frozen=True)
 class Item:
     """One thing to find out.
@@ -87,7 +91,11 @@ def work(part: Part, room: Room) -> None:
     The file names the item that is running: should it take the process with it, whoever started the process can tell.
     """
     results = room.results(part.name)
-    pending = [item for item in part.items(room, results) if not results.has(item.key)]
+    try:
+        pending = [item for item in part.items(room, results) if not results.has(item.key)]
+    except NotYetError as reason:
+        print(f"{part.name}: {reason}", flush=True)
+        return
     progress, said = Progress(pending, "item"), time.monotonic()
     for item in progress:
         if room.left() <= 0:

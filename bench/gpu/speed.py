@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,10 @@ from bench.subject import Group, groups
 from tfm_kernels import ops
 
 from . import limits, machine
-from .part import GREEN, RED, Item, Room
+from .part import GREEN, RED, UNAVAILABLE, Item, NotYetError, Room
 from .subject import GpuSubject
 
+# one sample is about a millisecond, most of it flush and lead
 PLAN = timing.Plan(seconds=0.5, least=15, most=100)
 PROOFS = ("contract", "repeats", "memory")
 CALLS = 200  # for the host's cost of a call
@@ -26,36 +26,34 @@ CALLS = 200  # for the host's cost of a call
 
 def items(room: Room, results: Results) -> Iterator[Item]:
     machine_limits = limits.measured(room.results("limits"))
+    if machine_limits is None:
+        raise NotYetError("the limits are not measured")
     predicted = results.data.setdefault("predicted", {})
     for subject in room.subjects:
+        if subject.stem not in room.results("contract").data.get("complete", ()):
+            raise NotYetError(f"the contract of {subject.stem} is not finished")
         yield Item(f"{subject.backend} {subject.stem} launch", partial(launch_cost, subject, room.device))
         for group in groups(subject.speed):
-            if machine_limits is not None:
-                predicted[group.key] = {d: subject.predicted(group, d, machine_limits) for d in group.directions}
-            why = refusal(room, subject, group.case.op) or (
-                "the limits are not measured" if machine_limits is None else None
-            )
+            predicted[group.key] = {d: subject.predicted(group, d, machine_limits) for d in group.directions}
+            why = refusal(room, group.case.op)
             run = partial(_refuse, why) if why else partial(_measure, group, machine_limits, predicted, room.device)
             yield Item(group.key, run, group.case.op)
 
 
-def refusal(room: Room, subject: GpuSubject, op: str) -> str | None:
+def refusal(room: Room, op: str) -> str | None:
     """None where the op is proven on this GPU, else one sentence why its speed is not taken."""
     for part in PROOFS:
         results = room.results(part)
         red = [item for item in results.data["groups"] if item["state"] == RED and item["op"] in (op, "")]
         if red:
             return f"{part}: {red[0]['key']} is red"
-    contract = room.results("contract")
-    if subject.stem not in contract.data.get("complete", ()):
-        return "its contract is not finished"
-    if not any(item["state"] == GREEN and item["op"] == op for item in contract.data["groups"]):
-        return "its contract holds no case of it"
+    if not any(item["state"] == GREEN and item["op"] == op for item in room.results("contract").data["groups"]):
+        return f"contract: there is no case of {op}"
     return None
 
 
 def _refuse(why: str) -> dict[str, Any]:
-    raise AssertionError(f"not timed: {why}")
+    return {"state": UNAVAILABLE, "why": f"not timed, because {why}"}
 
 
 def _measure(group: Group, machine_limits: dict, predicted: dict, device: str) -> dict[str, Any]:
@@ -72,6 +70,7 @@ class DeviceRunner(measure.Runner):
     """An implementation timed on the device: events around it, L2 cold, the host ahead by twice what it needs."""
 
     _flush: limits.Flush | None = None
+    host = 2e-2  # seconds that the GPU is kept busy while a call is queued
 
     def run(self) -> tuple[float, ...]:
         """Seconds of the forward, or of the backward and of both, each begun with a cold L2."""
@@ -89,10 +88,10 @@ class DeviceRunner(measure.Runner):
             start = time.perf_counter()
             result = call()
             self.results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-            self.host = min(max(2 * (time.perf_counter() - start), 2e-4), 2e-2)
+            self.host = min(max(2 * (time.perf_counter() - start), self.host / 2, 2e-4), 2e-2)
 
         assert DeviceRunner._flush is not None
-        return limits.timed(kept, DeviceRunner._flush, getattr(self, "host", 2e-2))
+        return limits.timed(kept, DeviceRunner._flush, self.host)
 
     def peak_memory(self) -> int:
         """The most bytes that were allocated at once in one run, beyond what was before."""
@@ -107,7 +106,7 @@ class DeviceRunner(measure.Runner):
 def launch_cost(subject: GpuSubject, device: str) -> dict[str, Any]:
     """Seconds of host time of a small call: the first in a process (from Triton's cache on disk), and a warm one."""
     case = min(subject.speed.cases, key=lambda case: subject.speed.bytes_moved(case, 1, "forward"))
-    case = replace(subject.speed.proof(case), **({"rows": 1} if hasattr(case, "rows") else {}))
+    case = subject.speed.proof(case)
     inputs = subject.speed.arguments(case, case.dtypes[0])
     given = {name: t.to(device) if hasattr(t, "to") else t for name, t in inputs.items()}
     op, found = getattr(ops, case.op), {}

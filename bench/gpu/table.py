@@ -30,9 +30,9 @@ def red(files: Files) -> list[tuple[str, Mapping[str, Any]]]:
     return [(part, item) for part, file in files.items() for item in file["groups"] if item["state"] == RED]
 
 
-def unfinished(files: Files, parts: Sequence[str]) -> list[str]:
-    """The parts that have not come to their end."""
-    return [part for part in parts if not files.get(part, {}).get("complete")]
+def unfinished(files: Files, parts: Sequence[str], stems: Sequence[str]) -> list[str]:
+    """The parts that have not come to their end for each of the op stems."""
+    return [part for part in parts if part not in files or not set(stems) <= set(files[part].get("complete", ()))]
 
 
 def _head(files: Files) -> str:
@@ -52,9 +52,12 @@ def _part_lines(files: Files, parts: Sequence[str]) -> Iterator[str]:
         counts = ", ".join(f"{states.count(s)} {s}" for s in (GREEN, RED, UNAVAILABLE) if s in states) or "nothing yet"
         seconds = sum(item.get("seconds", 0.0) for item in files[part]["groups"])
         yield f"{part:12} {counts}, {seconds:.0f} s{'' if files[part].get('complete') else '; NOT FINISHED'}"
+        whys: dict[str, list[str]] = {}
         for item in files[part]["groups"]:
             if item["state"] == UNAVAILABLE:
-                yield f"{'':12} {item['key']}: {item['why']}"
+                whys.setdefault(item["why"], []).append(item["key"])
+        for why, keys in whys.items():
+            yield f"{'':12} {keys[0]}{f' and {len(keys) - 1} more' if keys[1:] else ''}: {why}"
 
 
 def _red_lines(files: Files) -> list[str]:
