@@ -1,4 +1,4 @@
-"""`python -m bench.gpu` as far as it goes without a GPU: arguments, processes, time, resuming, refusals, the table."""
+"""`python -m bench.gpu` as far as it goes without a GPU: arguments, processes, time, resuming, refusals."""
 
 import json
 import os
@@ -8,13 +8,11 @@ import time
 import pytest
 import torch
 
-from bench import record
 from bench.gpu import __main__ as gpu
-from bench.gpu import build, conductor, limits, machine, memory, speed, table
-from bench.gpu.part import DEVICE_LOST, GREEN, RED, UNAVAILABLE, Item, NotYetError, Part, Room, work
+from bench.gpu import conductor
+from bench.gpu.part import DEVICE_LOST, GREEN, RED, UNAVAILABLE, Item, NotYetError, Part
 from bench.gpu.parts import PARTS
 from bench.gpu.subjects import SUBJECTS
-from bench.subject import groups
 
 NOW = {
     "protocol": 1, "device": "fake", "gpu": "Fake 1", "driver": "1", "torch": "2", "triton": "3", "nvcc": "13.0",
@@ -185,135 +183,3 @@ def test_list(capsys):
     assert gpu.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == "environment build contract repeats memory limits speed".split()
-
-
-def test_words_of_the_machine(monkeypatch):
-    assert machine.slug("NVIDIA H200") == "h200" and machine.slug("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
-    answers = {"nvidia-smi": "580.1, 3201 MHz", "nvcc": "Cuda compilation tools, release 13.0, V13.0.88"}
-    monkeypatch.setattr(machine, "output", lambda *command, **_: answers[command[0]])
-    assert machine.query("driver_version", "clocks.mem") == {"driver_version": "580.1", "clocks.mem": "3201 MHz"}
-    assert machine.query("driver_version") == {"driver_version": "unknown"} and machine.nvcc() == "13.0"
-
-
-def test_outside_of_git(monkeypatch):
-    assert machine.output("no-such-program") == "" and machine.package("no-such-package") is None
-    monkeypatch.setenv("PATH", "")
-    assert record.git("rev-parse", "HEAD") == "unknown"
-    where = SUBJECTS[0].cases  # the sources' digest covers the case list's file
-    assert where and record.sources(machine.SOURCES) != record.sources(machine.SOURCES[:-1])
-
-
-def test_no_compiler_and_no_sanitizer_are_said(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    room = Room(tmp_path, NOW, time.monotonic() + 9)
-    assert build.cpu_extension(room) == {"state": UNAVAILABLE, "why": "no C++ compiler: c++ is not found"}
-    assert memory.sanitize("memcheck", "layer_norm", room)["why"] == "compute-sanitizer is not found"
-
-
-@pytest.mark.parametrize(
-    "words, code, state",
-    [
-        ("ran every branch", 0, GREEN),
-        ("Invalid __global__ write", 9, RED),
-        ("Error: Device not supported", 1, UNAVAILABLE),
-    ],
-)
-def test_what_a_sanitizer_says(monkeypatch, tmp_path, words, code, state):
-    program = tmp_path / "compute-sanitizer"
-    program.write_text(f"#!/bin/sh\necho '{words}'\nexit {code}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = memory.sanitize("memcheck", "layer_norm", Room(tmp_path, NOW, time.monotonic() + 9))
-    assert found.get("state", GREEN) == state
-
-
-def proven(room, **contract):
-    """Files of a proof whose contract holds items by key -> (op, state)."""
-    for key, (op, state) in contract.items():
-        why = {"why": "C1 broken"} if state == RED else {"C1": 0.25, "dtype": "bf16"}
-        record.Results(room.folder / "contract.json", NOW).add({"key": key, "op": op, "state": state, **why})
-    results = room.results("contract")
-    results.data["complete"] = STEMS
-    results.write()
-    names = [f"copy {size}" for size in limits.COPY_BYTES] + [f"matrix {dtype}" for dtype in limits.MATRIX]
-    for name in names:
-        room.results("limits").add({"key": name, "op": "", "state": GREEN, "rate": 4e12, "seconds": 0.1})
-
-
-def test_a_red_contract_gets_no_speed(tmp_path, monkeypatch):
-    timed = []
-    monkeypatch.setattr(speed, "launch_cost", lambda *_: {})
-    monkeypatch.setattr(speed, "_measure", lambda group, *_: timed.append(group.case.op) or {})
-    room = Room(tmp_path, NOW, time.monotonic() + 60, SUBJECTS)
-    speeds = next(one for one in PARTS if one.name == "speed")
-    work(speeds, room)
-    assert room.results("speed").data["groups"] == [], "nothing is timed before the limits and the contract"
-    ops = {name: (name, GREEN) for name in ("layer_norm", "add_layer_norm", "add_rms_norm")}
-    proven(room, **ops, other=("add_layer_norm", RED))
-    work(speeds, room)
-    assert set(timed) == {"layer_norm", "add_rms_norm"}
-    found = {item["key"]: item for item in room.results("speed").data["groups"]}
-    refused = {item["op"]: item["why"] for item in found.values() if item["state"] == UNAVAILABLE}
-    assert refused == {
-        "add_layer_norm": "not timed, because contract: other is red",
-        "rms_norm": "not timed, because contract: there is no case of rms_norm",
-    }
-    assert not any("rows" in item for item in found.values() if item["state"] == UNAVAILABLE)
-    assert set(room.results("speed").data["predicted"]) == {
-        group.key for subject in SUBJECTS for group in groups(subject.speed)
-    }
-
-
-def test_predictions_are_written_before_they_are_measured(tmp_path, monkeypatch):
-    room = Room(tmp_path, NOW, time.monotonic() + 60, SUBJECTS)
-    proven(room, a=("layer_norm", GREEN))
-    seen = []
-    monkeypatch.setattr(speed, "launch_cost", lambda *_: {})
-    monkeypatch.setattr(speed, "_measure", lambda group, *_: seen.append(room.results("speed").data["predicted"]) or {})
-    work(next(one for one in PARTS if one.name == "speed"), room)
-    assert seen and all(len(written) == len(seen[-1]) for written in seen)
-    floor = 4 * 8192 * 1024 * 2 / 4e12
-    expected = seen[0]["add_layer_norm M8192 N1024 dropout 0.1 bfloat16 infer"]["forward"]
-    assert floor < expected < 1.3 * floor
-
-
-def row(implementation, median, direction="forward"):
-    return {
-        "direction": direction, "implementation": implementation, "median": median, "p20": median, "p80": median,
-        "rounds": 9, "ratio": 1.0, "flops": 1, "bytes": 10**6, "limit": 8e-6, "bound": "copy", "predicted": 9e-6,
-    }  # fmt: skip
-
-
-def test_table_of_a_recorded_example(tmp_path, capsys):
-    group = {
-        "key": "layer_norm M8192 N1024 bfloat16 infer", "op": "layer_norm", "label": "M8192 N1024", "chosen": "aten",
-        "dtype": "bfloat16", "state": GREEN, "seconds": 2.0,
-        "rows": [row("torch", 2e-5), row("auto", 2.1e-5), row("torch.compile", 1.5e-5), row("triton", 1e-5)],
-    }  # fmt: skip
-    cases = [
-        {"key": str(ratio), "op": "layer_norm", "state": GREEN, "dtype": "bf16", "C1": ratio} for ratio in (0.3, 0.71)
-    ]
-    for name in (one.name for one in PARTS):
-        results = record.Results(tmp_path / f"{name}.json", NOW)
-        results.data |= {"groups": {"speed": [group], "contract": cases}.get(name, []), "complete": STEMS}
-        results.write()
-    (tmp_path / "layer_norm.json").write_text("{}")  # another program's file
-    assert gpu.main(["--report", str(tmp_path)]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("layer_norm"))
-    assert line.split() == "layer_norm M8192 N1024 bf16 forward 10.0 9.0 20.0 15.0 21.0 1.50x 80% 0.71".split()
-    assert table.error({}, "layer_norm", "bfloat16") is None
-
-
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.stem)
-def test_subjects(subject):
-    """What an op declares is complete: keys are unique, every public op is judged, timed and has its branch."""
-    cases = subject.cases()
-    assert len({case.id for case in cases}) == len(cases) and len(cases) >= 100
-    timed = {case.op for case in subject.speed.cases}
-    assert timed <= {case.op for case in cases} and "f64" not in {case.levels["dtype"] for case in cases}
-    keys = [group.key for group in groups(subject.speed)]
-    assert len(set(keys)) == len(keys)
-    assert {name.split()[0] for name in (*subject.checks, *subject.large)} <= timed
-    for name, (op, inputs) in subject.branches("cpu").items():
-        assert name.startswith(op) and inputs

@@ -1,0 +1,200 @@
+"""What `python -m bench.gpu` finds and how it says it: tools, speeds, refusals, predictions, the table."""
+
+import os
+import time
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from bench import measure, record, shapes, timing
+from bench.gpu import __main__ as gpu
+from bench.gpu import build, limits, machine, memory, speed, table
+from bench.gpu.part import GREEN, RED, UNAVAILABLE, Room, work
+from bench.gpu.parts import PARTS
+from bench.gpu.subjects import SUBJECTS
+from bench.ops import bench_layer_norm
+from bench.subject import Group, groups
+
+NOW = {
+    "protocol": 1, "device": "fake", "gpu": "Fake 1", "driver": "1", "torch": "2", "triton": "3", "nvcc": "13.0",
+    "sources": "abc", "date": "monday",
+}  # fmt: skip
+STEMS = [subject.stem for subject in SUBJECTS]
+SPEED = next(one for one in PARTS if one.name == "speed")
+
+
+def test_words_of_the_machine(monkeypatch):
+    assert machine.slug("NVIDIA H200") == "h200" and machine.slug("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
+    answers = {"nvidia-smi": "580.1, 3201 MHz", "nvcc": "Cuda compilation tools, release 13.0, V13.0.88"}
+    monkeypatch.setattr(machine, "output", lambda *command, **_: answers[command[0]])
+    assert machine.query("driver_version", "clocks.mem") == {"driver_version": "580.1", "clocks.mem": "3201 MHz"}
+    assert machine.query("driver_version") == {"driver_version": "unknown"} and machine.nvcc() == "13.0"
+
+
+def test_outside_of_git(monkeypatch):
+    assert machine.output("no-such-program") == "" and machine.package("no-such-package") is None
+    monkeypatch.setenv("PATH", "")
+    assert record.git("rev-parse", "HEAD") == "unknown"
+    where = SUBJECTS[0].cases  # the sources' digest covers the case list's file
+    assert where and record.sources(machine.SOURCES) != record.sources(machine.SOURCES[:-1])
+
+
+def test_no_compiler_and_no_sanitizer_are_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    room = Room(tmp_path, NOW, time.monotonic() + 9)
+    assert build.cpu_extension(room) == {"state": UNAVAILABLE, "why": "no C++ compiler: c++ is not found"}
+    assert memory.sanitize("memcheck", "layer_norm", room)["why"] == "compute-sanitizer is not found"
+
+
+@pytest.mark.parametrize(
+    "words, code, state",
+    [
+        ("ran every branch", 0, GREEN),
+        ("Invalid __global__ write", 9, RED),
+        ("Error: Device not supported", 1, UNAVAILABLE),
+    ],
+)
+def test_what_a_sanitizer_says(monkeypatch, tmp_path, words, code, state):
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\necho '{words}'\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = memory.sanitize("memcheck", "layer_norm", Room(tmp_path, NOW, time.monotonic() + 9))
+    assert found.get("state", GREEN) == state
+
+
+def proven(room, **contract):
+    """Files of a proof whose contract holds items by key -> (op, state)."""
+    for key, (op, state) in contract.items():
+        why = {"why": "C1 broken"} if state == RED else {"C1": 0.25, "dtype": "bf16"}
+        record.Results(room.folder / "contract.json", NOW).add({"key": key, "op": op, "state": state, **why})
+    results = room.results("contract")
+    results.data["complete"] = STEMS
+    results.write()
+    names = [f"copy {size}" for size in limits.COPY_BYTES] + [f"matrix {dtype}" for dtype in limits.MATRIX]
+    for name in names:
+        room.results("limits").add({"key": name, "op": "", "state": GREEN, "rate": 4e12, "seconds": 0.1})
+
+
+def test_a_red_contract_gets_no_speed(tmp_path, monkeypatch):
+    timed = []
+    monkeypatch.setattr(speed, "launch_cost", lambda *_: {})
+    monkeypatch.setattr(speed, "_measure", lambda group, *_: timed.append(group.case.op) or {})
+    room = Room(tmp_path, NOW, time.monotonic() + 60, SUBJECTS)
+    work(SPEED, room)
+    assert room.results("speed").data["groups"] == [], "nothing is timed before the limits and the contract"
+    ops = {name: (name, GREEN) for name in ("layer_norm", "add_layer_norm", "add_rms_norm")}
+    proven(room, **ops, other=("add_layer_norm", RED))
+    work(SPEED, room)
+    assert set(timed) == {"layer_norm", "add_rms_norm"}
+    found = {item["key"]: item for item in room.results("speed").data["groups"]}
+    refused = {item["op"]: item["why"] for item in found.values() if item["state"] == UNAVAILABLE}
+    assert refused == {
+        "add_layer_norm": "not timed, because contract: other is red",
+        "rms_norm": "not timed, because contract: there is no case of rms_norm",
+    }
+    assert not any("rows" in item for item in found.values() if item["state"] == UNAVAILABLE)
+    assert set(room.results("speed").data["predicted"]) == {
+        group.key for subject in SUBJECTS for group in groups(subject.speed)
+    }
+
+
+def test_predictions_are_written_before_they_are_measured(tmp_path, monkeypatch):
+    room = Room(tmp_path, NOW, time.monotonic() + 60, SUBJECTS)
+    proven(room, a=("layer_norm", GREEN))
+    seen = []
+    monkeypatch.setattr(speed, "launch_cost", lambda *_: {})
+    monkeypatch.setattr(speed, "_measure", lambda group, *_: seen.append(room.results("speed").data["predicted"]) or {})
+    work(SPEED, room)
+    assert seen and all(len(written) == len(seen[-1]) for written in seen)
+    floor = 4 * 8192 * 1024 * 2 / 4e12
+    expected = seen[0]["add_layer_norm M8192 N1024 dropout 0.1 bfloat16 infer"]["forward"]
+    assert floor < expected < 1.3 * floor
+
+
+def row(implementation, median, direction="forward"):
+    return {
+        "direction": direction, "implementation": implementation, "median": median, "p20": median, "p80": median,
+        "rounds": 9, "ratio": 1.0, "flops": 1, "bytes": 10**6, "limit": 8e-6, "bound": "copy", "predicted": 9e-6,
+    }  # fmt: skip
+
+
+def test_table_of_a_recorded_example(tmp_path, capsys):
+    group = {
+        "key": "layer_norm M8192 N1024 bfloat16 infer", "op": "layer_norm", "label": "M8192 N1024", "chosen": "aten",
+        "dtype": "bfloat16", "state": GREEN, "seconds": 2.0,
+        "rows": [row("torch", 2e-5), row("auto", 2.1e-5), row("torch.compile", 1.5e-5), row("triton", 1e-5)],
+    }  # fmt: skip
+    cases = [
+        {"key": str(ratio), "op": "layer_norm", "state": GREEN, "dtype": "bf16", "C1": ratio} for ratio in (0.3, 0.71)
+    ]
+    for name in (one.name for one in PARTS):
+        results = record.Results(tmp_path / f"{name}.json", NOW)
+        results.data |= {"groups": {"speed": [group], "contract": cases}.get(name, []), "complete": STEMS}
+        results.write()
+    (tmp_path / "layer_norm.json").write_text("{}")  # another program's file
+    assert gpu.main(["--report", str(tmp_path)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("layer_norm"))
+    assert line.split() == "layer_norm M8192 N1024 bf16 forward 10.0 9.0 20.0 15.0 21.0 1.50x 80% 0.71".split()
+    assert table.error({}, "layer_norm", "bfloat16") is None
+
+
+@pytest.mark.parametrize("kind", shapes.PASSES)
+def test_a_group_is_timed_on_the_device(kind, monkeypatch):
+    """All of it but the device: a clock of ours in place of CUDA's events."""
+    clock = iter(range(1, 1000))
+    monkeypatch.setattr(limits, "Flush", lambda device: "flush")
+    monkeypatch.setattr(limits, "timed", lambda call, flush, host: call() or next(clock) * 1e-6)
+    monkeypatch.setattr(speed.DeviceRunner, "peak_memory", lambda self: 1)
+    monkeypatch.setattr(speed, "PLAN", timing.Plan(seconds=0.0, least=2, most=2))
+    monkeypatch.setattr(machine, "clocks", dict)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    group = Group(bench_layer_norm.SUBJECT, shapes.Norm(op="add_rms_norm", rows=4, features=8), "float32", kind)
+    predicted = {group.key: dict.fromkeys(group.directions, 1e-6)}
+    peak = {"copy": {"1": 1e12}, "matrix": {"float32": 1e12}}
+    found = speed._measure(group, peak, predicted, "cpu")
+    rows = {(row["implementation"], row["direction"]): row for row in found["rows"]}
+    assert {direction for _, direction in rows} == set(group.directions) and "state" not in found
+    for row in rows.values():
+        assert row["predicted"] == 1e-6 and row["rounds"] == 2 and row["limit"] == pytest.approx(row["bytes"] / 1e12)
+    if kind == "train":
+        assert all(rows[name, "both"]["median"] > rows[name, "backward"]["median"] for name, _ in rows)
+    monkeypatch.setattr(measure.gate, "refusal", lambda *_: "y: C1 broken")
+    found = speed._measure(group, peak, predicted, "cpu")
+    assert (
+        found["state"] == RED
+        and "C1 broken" in found["why"]
+        and {r["implementation"] for r in found["rows"]} == {"torch"}
+    )
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("end", ["dies", "fails"])
+def test_compiling_processes(tmp_path, monkeypatch, end):
+    """Calls are shared out; a call that fails is named, a process that dies is missed."""
+    ways = {"dies": partial(os._exit, 3), "fails": partial(int, "x"), "green": dict}
+    room = Room(tmp_path, NOW, time.monotonic() + 60)
+    calls = lambda *names: lambda subject, device: [(name, ways[name]) for name in names]
+    monkeypatch.setattr(build, "calls", calls("green", end, "green"))
+    found = build.compile_all(SUBJECTS[0], room, processes=3)
+    assert found["state"] == RED and len(found["failures"]) == 1
+    assert ("1 of 3 compiling processes died" if end == "dies" else "fails: ValueError") in found["why"]
+    monkeypatch.setattr(build, "calls", calls("green", "green"))
+    assert build.compile_all(SUBJECTS[0], room, processes=2)["state"] == GREEN
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.stem)
+def test_subjects(subject):
+    """What an op declares is complete: keys are unique, every public op is judged, timed and has its branch."""
+    cases = subject.cases()
+    assert len({case.id for case in cases}) == len(cases) and len(cases) >= 100
+    timed = {case.op for case in subject.speed.cases}
+    assert timed <= {case.op for case in cases} and "f64" not in {case.levels["dtype"] for case in cases}
+    keys = [group.key for group in groups(subject.speed)]
+    assert len(set(keys)) == len(keys)
+    assert {name.split()[0] for name in (*subject.checks, *subject.large)} <= timed
+    for name, (op, inputs) in subject.branches("cpu").items():
+        assert name.startswith(op) and inputs
