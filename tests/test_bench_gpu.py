@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,3 +185,27 @@ def test_list(capsys):
     assert gpu.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == "environment build contract repeats memory limits speed".split()
+
+
+def test_what_an_ended_process_started_ends_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(conductor, "GRACE", 0.5)
+    note = tmp_path / "pid"
+
+    def start():
+        process = subprocess.Popen(["sleep", "60"])
+        note.write_text(str(process.pid))
+        process.wait()
+
+    code, _ = run(tmp_path, part(a=start), words=["--minutes", "0.005"])
+    assert code == 75
+    status = Path(f"/proc/{note.read_text()}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_interrupted(tmp_path, monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "conduct", stop)
+    code, _ = run(tmp_path, part(a=dict))
+    assert code == 75 and "interrupted; the same command goes on" in capsys.readouterr().err

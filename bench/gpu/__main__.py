@@ -66,7 +66,11 @@ def main(
         if file.data["groups"]:
             print(f"continuing {part.name}: {len(file.data['groups'])} items are there already (--fresh starts anew)")
         file.write()
-    conduct(chosen, room, options.minutes * 60)
+    try:
+        conduct(chosen, room, options.minutes * 60)
+    except KeyboardInterrupt:
+        print("\nbench.gpu: interrupted; the same command goes on from there", file=sys.stderr)
+        return UNFINISHED
     files = {name: room.results(name).data for name in names if (folder / f"{name}.json").exists()}
     print(f"\nwritten to {folder}\n")
     return _report(files, [part.name for part in chosen], [subject.stem for subject in subjects])

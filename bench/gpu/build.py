@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from bench import record
+from bench import gate, record
 from bench.record import Results
 from bench.subject import groups
 from tfm_kernels.testing import run
@@ -63,7 +63,7 @@ def calls(subject: GpuSubject, device: str) -> Iterator[Call]:
 def _small(subject: GpuSubject, group: Any, device: str) -> None:
     case = subject.speed.proof(group.case)
     inputs = subject.speed.arguments(case, group.dtype)
-    run(case.op, {name: t.to(device) if hasattr(t, "to") else t for name, t in inputs.items()}, subject.backend)
+    run(case.op, gate.on(device, inputs), subject.backend)
 
 
 def compile_all(subject: GpuSubject, room: Room, processes: int | None = None) -> dict[str, Any]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -61,14 +64,18 @@ def conduct(parts: Sequence[Part], room: Room, seconds: float, say: Callable[[st
 def _run(part: Part, room: Room) -> None:
     """One part, in as many processes as its items break."""
     while True:
-        child = _processes.Process(target=work, args=(part, room))
+        child = _processes.Process(target=_begin, args=(part, room))
         child.start()
-        child.join(max(0.0, room.left()) + GRACE)
-        late = child.exitcode is None
-        if late:
-            child.kill()
+        with suppress(OSError):  # by whoever comes first, the child or we
+            os.setpgid(child.pid or 0, child.pid or 0)
+        try:
+            child.join(max(0.0, room.left()) + GRACE)
+        finally:
+            late = child.exitcode is None
+            with suppress(ProcessLookupError):  # with all that it started: compilers, compute-sanitizer
+                os.killpg(child.pid or 0, signal.SIGKILL)
             child.join()
-        if child.exitcode == 0:
+        if child.exitcode == 0 and not late:
             return
         if child.exitcode != DEVICE_LOST:
             _bury(part, room, None if late else child.exitcode)
@@ -76,6 +83,12 @@ def _run(part: Part, room: Room) -> None:
                 return
         if late or room.left() <= 0:
             return
+
+
+def _begin(part: Part, room: Room) -> None:
+    with suppress(OSError):
+        os.setpgid(0, 0)
+    work(part, room)
 
 
 def _bury(part: Part, room: Room, exitcode: int | None) -> None:

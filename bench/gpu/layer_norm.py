@@ -11,7 +11,7 @@ import torch
 
 from bench.ops import bench_layer_norm
 from bench.shapes import Norm
-from bench.subject import BACKWARD, FORWARD, Group
+from bench.subject import BACKWARD, FORWARD, Eager, Group
 from tests.cases import CASES, Case
 from tfm_kernels import dropout, ops
 from tfm_kernels.testing import run
@@ -20,7 +20,6 @@ from tfm_kernels.testing.contract import bits_equal
 from .subject import GpuSubject, Inputs
 
 OPS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
-PAIRWISE = 200  # of the list's norms; all pairs have come several times by then
 SEED = 2**40 + 20261121
 # Said before any measurement: shares of the copy's rate, and seconds for each launch
 SHARE = {FORWARD: 0.92, BACKWARD: 0.85}
@@ -29,10 +28,7 @@ LAUNCH = 2.5e-6
 
 def cases() -> Sequence[Case]:
     """Every launch of pick_config first, with more rows than programs hold at once, then the list's pairs."""
-    norms = [case for case in CASES if case.op in OPS and case.levels["dtype"] != "f64"]
-    large = [case for case in norms if torch.Size(case.levels["rows"]).numel() == 200]
-    pairs = [case for case in norms if case not in large][:PAIRWISE]
-    return [*_launches(), *large, *pairs]
+    return [*_launches(), *(case for case in CASES if case.op in OPS and case.levels["dtype"] != "f64")]
 
 
 def _launches() -> list[Case]:
@@ -66,13 +62,12 @@ def masks_are_the_references(width: int, p: float, device: str) -> None:
 
 
 def branches(device: str) -> Mapping[str, tuple[str, Inputs]]:
-    """Few rows: short, aligned or not, of 16 warps, walked; with all options and with none."""
+    """Rows short, aligned or not, of 16 warps, walked; more of them than an H200's programs hold; all options, none."""
     found: dict[str, tuple[str, Inputs]] = {}
-    for width in (63, 64, 1024, 4096, 65536):
+    for rows, width in ((8501, 63), (8501, 64), (1101, 1024), (301, 4096), (141, 65536)):
         for dtype in (torch.bfloat16, torch.float32):
             g = torch.Generator().manual_seed(width)
             new = lambda *shape, g=g, dtype=dtype: torch.randn(*shape, generator=g).to(device, dtype)  # noqa: E731
-            rows = 5 if width == 65536 else 300
             plain = {"x": new(rows, width), "weight": new(width)}
             full: dict[str, Any] = {**plain, "residual": new(rows, width), "bias": new(width), "dropout_p": 0.3}
             full["seed"] = torch.tensor(SEED, device=device)
@@ -128,6 +123,16 @@ def _speed() -> tuple[Norm, ...]:
     )
 
 
+def _arguments(case: Norm, dtype: str) -> dict[str, Any]:
+    """With a seed, so that the kernels are timed and not torch's generator."""
+    given = bench_layer_norm.arguments(case, dtype)
+    return {**given, "seed": torch.tensor(SEED)} if case.dropout_p else given
+
+
+def _eager(case: Norm, given: Mapping[str, Any]) -> Eager:
+    return bench_layer_norm.eager(case, {name: value for name, value in given.items() if name != "seed"})
+
+
 def predicted(group: Group, direction: str, limits: Mapping[str, Any]) -> float:
     """Traffic at the share of the copy's rate that is aimed at, and one launch forward, two backward."""
     rate = max(limits["copy"].values())
@@ -151,6 +156,6 @@ SUBJECT = GpuSubject(
     },
     branches=branches,
     large={f"add_rms_norm beyond 2**31, width {w}": partial(beyond_int32, w) for w in (1024, 65536)},
-    speed=replace(bench_layer_norm.SUBJECT, cases=_speed()),
+    speed=replace(bench_layer_norm.SUBJECT, cases=_speed(), arguments=_arguments, eager=_eager),
     predicted=predicted,
 )

@@ -16,7 +16,7 @@ from bench import record
 
 PROTOCOL = 1  # raised whenever what is judged or timed, or how, changes
 SOURCES = (("tfm_kernels", "*.py"), ("csrc", "*.*"), ("bench", "*.py"), ("tests", "case*.py"))
-_CLOCKS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
+_CLOCKS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 
 
 def refusal() -> str | None:

@@ -37,9 +37,9 @@ def items(room: Room, results: Results) -> Iterator[Item]:
             )
         for name, check in subject.large.items():
             yield Item(f"{subject.backend} {name}", partial(_large, check, room.device), name.split()[0])
-    for tool in TOOLS:
-        for subject in room.subjects:
-            yield Item(f"{tool} {subject.stem}", partial(sanitize, tool, subject.stem, room))
+    pairs = [(tool, subject.stem) for tool in TOOLS for subject in room.subjects]
+    for place, (tool, stem) in enumerate(pairs):
+        yield Item(f"{tool} {stem}", partial(sanitize, tool, stem, room, len(pairs) - place))
 
 
 def guarded_call(op: str, inputs: Mapping[str, Any], backend: str) -> dict[str, Any]:
@@ -88,14 +88,21 @@ def _large(check: Any, device: str) -> dict[str, Any]:
     return {}
 
 
-def sanitize(tool: str, stem: str, room: Room) -> dict[str, Any]:
-    """The smallest call of each branch under compute-sanitizer, each tensor in an allocation of its own."""
+def sanitize(tool: str, stem: str, room: Room, sharing: int = 1) -> dict[str, Any]:
+    """The smallest call of each branch under compute-sanitizer, each tensor in an allocation of its own.
+
+    Args:
+        tool: one of TOOLS.
+        stem: the op's.
+        room: the part's.
+        sharing: how many such runs share the time that is left, this one counted in.
+    """
     program = shutil.which("compute-sanitizer")
     if program is None:
         return {"state": UNAVAILABLE, "why": "compute-sanitizer is not found"}
     command = [program, "--tool", tool, "--error-exitcode", str(_BROKEN), sys.executable]
     command += ["-m", "bench.gpu.sanitized", stem]
-    limit = max(room.left(), 1.0)
+    limit = max(room.left() / sharing, 1.0)
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(command, cwd=record.ROOT, env=environment, capture_output=True, text=True, timeout=limit)

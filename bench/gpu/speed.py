@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench import measure, timing
+from bench import gate, measure, timing
 from bench.record import Results
 from bench.subject import Group, groups
 from tfm_kernels import ops
@@ -108,7 +108,7 @@ def launch_cost(subject: GpuSubject, device: str) -> dict[str, Any]:
     case = min(subject.speed.cases, key=lambda case: subject.speed.bytes_moved(case, 1, "forward"))
     case = subject.speed.proof(case)
     inputs = subject.speed.arguments(case, case.dtypes[0])
-    given = {name: t.to(device) if hasattr(t, "to") else t for name, t in inputs.items()}
+    given = gate.on(device, inputs)
     op, found = getattr(ops, case.op), {}
     with torch.no_grad():
         for backend in (subject.backend, "aten"):
