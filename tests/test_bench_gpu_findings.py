@@ -198,3 +198,17 @@ def test_subjects(subject):
     assert {name.split()[0] for name in (*subject.checks, *subject.large)} <= timed
     for name, (op, inputs) in subject.branches("cpu").items():
         assert name.startswith(op) and inputs
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_norms_cases_reach_every_launch():
+    from tfm_kernels.triton import layer_norm_bwd, layer_norm_fwd
+
+    def launches(width, rows, aligned):
+        backward = layer_norm_bwd.pick_config(rows, width, aligned, (9, 0))
+        return layer_norm_fwd.pick_config(width), backward, width > backward.block_n
+
+    every = {launches(width, 10**6, aligned) for width in range(1, 65537, 3) for aligned in (width % 8 == 0, False)}
+    cases = [case.levels for case in SUBJECTS[0].cases() if case.levels["layout"] == "contiguous"]
+    reached = {launches(c["width"], torch.Size(c["rows"]).numel(), c["width"] % 8 == 0) for c in cases}
+    assert every <= reached, "a launch that no case of the proof makes"
