@@ -126,7 +126,7 @@ def _ready(group: Group, record: dict, make: type[Runner] = Runner, device: str 
     arguments = gate.on(device, subject.arguments(case, group.dtype))
     function, leaves = subject.eager(case, arguments)
     runners = {EAGER: make(group, function, leaves)}
-    truth = runners[EAGER].warm_up()
+    own = truth = runners[EAGER].warm_up()
     if group.dtype != "float32":  # PyTorch's own sums in 16 bits are no measure: 5 % off for dweight over 4096 rows
         wide = {n: a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for n, a in arguments.items()}
         truth = Runner(group, *subject.eager(case, wide)).warm_up()
@@ -142,7 +142,7 @@ def _ready(group: Group, record: dict, make: type[Runner] = Runner, device: str 
         wrong = gate.refusal(group, backend, device)
         if wrong is None:
             runner = _ours(group, arguments, backend if name != AUTO else None, make)
-            wrong = gate.disagreement(group, runner.warm_up(), truth)
+            wrong = gate.disagreement(group, runner.warm_up(), own if backend == "aten" else truth)
         if wrong is None:
             runners[name] = runner
         else:
