@@ -11,15 +11,12 @@
 #include <cstdint>
 
 #include "activation.h"
+#include "gemm.h"
 #include "isa.h"
 #include "philox.h"
 #include "vec.h"
 
 namespace tfm_kernels {
-
-// A panel: 64 columns of a right operand side by side, which a matrix tile reads without a miss in
-// the TLB.
-constexpr int64_t kPanel = 64;
 
 struct FfnBwd {
   const void *dy, *x, *w1, *b1, *w2, *gate;  // b1 may be null; weights contiguous
@@ -53,8 +50,7 @@ inline int64_t ffn_bwd_scratch(const FfnBwd& args) {
   const int64_t hidden = args.chunk * (args.Eo + weights * args.E) +
                          (2 + gates) * args.chunk * args.strip +
                          gates * args.chunk * (args.strip + 16);
-  return std::max(hidden,
-                  std::min(args.F, kFfnSumStep) * ((args.E + kPanel - 1) / kPanel * kPanel));
+  return std::max(hidden, std::min(args.F, kFfnSumStep) * round_up(args.E, kPanel));
 }
 
 // `row` is the first of the present block, which has `rows`; begin and end count within it.

@@ -8,17 +8,12 @@
 
 #include "ffn_bwd.h"
 #include "ffn_tile.h"
+#include "prefetch.h"
 #include "transpose.h"
 
 namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
-
-// Rows are often pages, where the hardware does not look ahead: they are fetched this many rows
-// before they are used.
-constexpr int64_t kAhead = 8;
-template <typename T>
-constexpr int64_t kLine = 64 / sizeof(T);
 
 // Panels of 64 columns from src (rows, columns), widened, the last filled up with zeros. Row r of
 // panel p begins at dst + p * panel_size + r * 64.
@@ -27,8 +22,7 @@ void pack_panels(const T* src, int64_t src_ld, int64_t rows, int64_t columns, co
                  int64_t panel_size) {
   const int64_t whole = columns / kPanel, rest = columns % kPanel;
   for (int64_t r = 0; r < rows; ++r, src += src_ld, dst += kPanel) {
-    if (r + kAhead < rows)
-      for (int64_t c = 0; c < columns; c += kLine<T>) __builtin_prefetch(src + kAhead * src_ld + c);
+    if (r + kAhead < rows) prefetch(src + kAhead * src_ld, columns);
     for (int64_t p = 0; p < whole; ++p) widen(src + p * kPanel, kPanel, dst + p * panel_size);
     if (rest == 0) continue;
     compute_t<T>* last = dst + whole * panel_size;
@@ -147,9 +141,7 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
         const T* stored = static_cast<const T*>(args.preact);
         const int64_t stored_ld = args.gated ? 2 * F : F;
         if (stored) stored += at * stored_ld;
-        if (stored && r + kAhead < m)
-          for (int64_t j = 0; j < n; j += kLine<T>)
-            __builtin_prefetch(stored + kAhead * stored_ld + feature + j);
+        if (stored && r + kAhead < m) prefetch(stored + kAhead * stored_ld + feature, n);
         if (r + kAhead < m)
           for (int64_t j = 0; j < n; j += kLine<C>)
             __builtin_prefetch(dp + (r + kAhead) * args.dp_ld + j, 1);

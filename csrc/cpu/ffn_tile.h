@@ -17,26 +17,15 @@ inline int64_t longest_sum(int64_t n) { return n <= 16 ? 128 : 1024; }
 
 // C (m, n) = A (m, k) B (k, n), or += where `accumulate`. Row-major; sums of longest_sum(n)
 // products are formed apart.
-inline void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b,
-                    int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+template <typename C>
+void product(int64_t m, int64_t n, int64_t k, const C* a, int64_t lda, const C* b, int64_t ldb,
+             C* c, int64_t ldc, bool accumulate) {
   int64_t begin = 0;
   do {
     const int64_t length = std::min(k - begin, longest_sum(n));
     gemm_tile(m, n, length, a + begin, lda, b + begin * ldb, ldb, c, ldc, accumulate || begin > 0);
     begin += length;
   } while (begin < k);
-}
-
-inline void product(int64_t m, int64_t n, int64_t k, const double* a, int64_t lda, const double* b,
-                    int64_t ldb, double* c, int64_t ldc, bool accumulate) {
-  for (int64_t i = 0; i < m; ++i) {
-    double* row = c + i * ldc;
-    if (!accumulate) std::fill(row, row + n, 0.0);
-    for (int64_t p = 0; p < k; ++p) {
-      const double factor = a[i * lda + p];
-      for (int64_t j = 0; j < n; ++j) row[j] += factor * b[p * ldb + j];
-    }
-  }
 }
 
 // How many elements of a 16-bit matrix with k columns are widened at a time; they fit L2 beside the

@@ -3,9 +3,22 @@
 // Plain C++, no torch header: kernels include it, gemm.cpp implements it once for all instruction
 // sets.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 namespace tfm_kernels {
+
+// A panel: this many columns of a right operand side by side, which a tile reads without a miss in
+// the TLB. brgemm runs 64 wide at 130 to 145 GFLOP/s where 128 and more reach 90 to 110 (Cascade
+// Lake).
+constexpr int64_t kPanel = 64;
+
+inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Rows of a tile, n or a few more: few sizes, because the matrix library compiles code for each.
+inline int64_t padded_rows(int64_t n, int64_t step, int64_t step_beyond_panel) {
+  return round_up(n, n <= kPanel ? step : step_beyond_panel);
+}
 
 // C (m, n) = A (m, k) B (k, n), or C += A B. All row-major with leading dimensions in elements;
 // never aliased. Dimensions of 0 are allowed: k == 0 gives zeros (or leaves C).
@@ -26,4 +39,23 @@ bool has_bf16_tiles();
 // registers).
 void gemm_release();
 
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// float64 has no matrix library here: it exists to check gradients.
+inline void gemm_tile(int64_t m, int64_t n, int64_t k, const double* a, int64_t lda,
+                      const double* b, int64_t ldb, double* c, int64_t ldc, bool accumulate) {
+  for (int64_t i = 0; i < m; ++i) {
+    double* row = c + i * ldc;
+    if (!accumulate) std::fill_n(row, n, 0.0);
+    for (int64_t l = 0; l < k; ++l) {
+      const double factor = a[i * lda + l];
+      for (int64_t j = 0; j < n; ++j) row[j] += factor * b[l * ldb + j];
+    }
+  }
+}
+using tfm_kernels::gemm_tile;
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
 }  // namespace tfm_kernels

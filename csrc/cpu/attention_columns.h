@@ -1,0 +1,206 @@
+// The columns of a head's matrices: which keys and rows meet, and what every pair of them has
+// beside its score (bias, keep, dropout's factor).
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "attention.h"
+#include "prefetch.h"
+
+namespace tfm_kernels {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// The keys of one head that some row sees, in order: the columns of its matrices.
+struct Columns {
+  int64_t first = 0, range = 0;    // the keys that band and lengths leave
+  int64_t count = 0;               // columns
+  const int32_t* index = nullptr;  // column -> key where keys were left out, else first + column
+  const int32_t* rank = nullptr;   // key - first -> column, (range + 1), beside index
+  const uint8_t* alive = nullptr;  // by key - first, where dead keys stay in as zeros
+  bool elementwise = false;        // keep must be asked for single pairs
+
+  int64_t key(int64_t c) const { return index ? index[c] : first + c; }
+  // The first column whose key is >= j.
+  int64_t from(int64_t j) const {
+    const int64_t offset = std::clamp<int64_t>(j - first, 0, range);
+    return rank ? rank[offset] : offset;
+  }
+};
+
+struct ColumnScratch {
+  uint8_t* alive = nullptr;                   // (Tk)
+  int32_t *index = nullptr, *rank = nullptr;  // (Tk), (Tk + 1)
+
+  ColumnScratch() = default;
+  ColumnScratch(Scratch& scratch, int64_t keys)
+      : alive(scratch.take<uint8_t>(keys)),
+        index(scratch.take<int32_t>(keys)),
+        rank(scratch.take<int32_t>(keys + 1)) {}
+};
+
+// Whether none of n elements is NaN or infinite: none has all exponent bits set.
+template <typename T>
+bool finite_row(const T* p, int64_t stride, int64_t n) {
+  using Bits = std::conditional_t<sizeof(T) == 8, uint64_t,
+                                  std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;
+  constexpr Bits kExponent = std::is_same_v<T, double>  ? static_cast<Bits>(0x7FF0000000000000u)
+                             : std::is_same_v<T, float> ? static_cast<Bits>(0x7F800000u)
+                             : std::is_same_v<T, f16_t> ? static_cast<Bits>(0x7C00u)
+                                                        : static_cast<Bits>(0x7F80u);
+  const Bits* bits = reinterpret_cast<const Bits*>(p);
+  Bits found = 0;
+  if (stride == 1)
+    for (int64_t i = 0; i < n; ++i) found |= (bits[i] & kExponent) == kExponent;
+  else
+    for (int64_t i = 0; i < n; ++i) found |= (bits[i * stride] & kExponent) == kExponent;
+  return !found;
+}
+
+template <typename T>
+bool hides(const AttentionArgs& a, const Sequence& s, int64_t h, int64_t i, int64_t j) {
+  if (!a.bias.data) return false;
+  const int64_t at =
+      s.b * a.bias.stride_b + h * a.bias.stride_h + i * a.bias.stride_t + j * a.bias.stride_d;
+  return (a.bias_is_float ? static_cast<const float*>(a.bias.data)[at]
+                          : static_cast<float>(static_cast<const T*>(a.bias.data)[at])) ==
+         -std::numeric_limits<float>::infinity();
+}
+
+// Finds the columns of head h. Keys that no row may see are left out, or marked where leaving them
+// out would cost more than it saves; keys hidden by a bias of -inf alone matter only where they
+// hold NaN or infinity, so only those are looked for.
+template <typename T>
+Columns find_columns(const AttentionArgs& a, const Sequence& s, int64_t h, ColumnScratch scratch) {
+  Columns c;
+  c.first = std::clamp<int64_t>(s.low, 0, s.tk);
+  c.range = std::max<int64_t>(0, std::min(s.live, s.tq + s.high) - c.first);
+  if (s.tq == 0 || s.low > s.high) c.range = 0;
+  c.count = c.range;
+  if (c.range == 0 || (!a.keep.data && !a.bias.data)) return c;
+
+  uint8_t* alive = scratch.alive;
+  std::memset(alive, a.keep.data ? 0 : 1, c.range);
+  if (a.keep.data) {
+    const uint8_t* keep = at_head<uint8_t>(a.keep, s, h, 0);
+    const int64_t rows = a.keep.stride_t == 0 ? 1 : s.tq, step = a.keep.stride_d;
+    for (int64_t i = 0; i < rows; ++i) {
+      int64_t begin = c.first, end = c.first + c.range;
+      if (rows > 1) {
+        begin = std::max(begin, i + s.low);
+        end = std::min(end, i + s.high + 1);
+      }
+      const uint8_t* row = keep + i * a.keep.stride_t;
+      if (step == 1)
+        for (int64_t j = begin; j < end; ++j) alive[j - c.first] |= row[j];
+      else
+        for (int64_t j = begin; j < end; ++j) alive[j - c.first] |= row[j * step];
+    }
+  }
+  if (a.bias.data) {
+    const int64_t kv = h / (a.heads / a.kv_heads);
+    for (int64_t j = c.first; j < c.first + c.range; ++j) {
+      uint8_t& mark = alive[j - c.first];
+      if (!mark || (finite_row(at_head<T>(a.k, s, kv, s.k0 + j), a.k.stride_d, a.d) &&
+                    finite_row(at_head<T>(a.v, s, kv, s.k0 + j), a.v.stride_d, a.dv)))
+        continue;
+      mark = 0;
+      for (int64_t i = std::max<int64_t>(0, j - s.high); i < std::min(s.tq, j - s.low + 1); ++i) {
+        const bool kept = !a.keep.data || at_head<uint8_t>(a.keep, s, h, i)[j * a.keep.stride_d];
+        if (kept && !hides<T>(a, s, h, i, j)) mark = 1;
+      }
+    }
+  }
+  int32_t count = 0;
+  for (int64_t j = 0; j < c.range; ++j) {
+    scratch.rank[j] = count;
+    if (alive[j]) scratch.index[count++] = static_cast<int32_t>(c.first + j);
+  }
+  scratch.rank[c.range] = count;
+  c.elementwise = a.keep.data && a.keep.stride_t != 0 && a.keep.stride_d != 0;
+  if (count == c.range) return c;
+  const bool gathers = a.bias.data || a.dropout.active() || c.elementwise;
+  if (!gathers || count <= c.range * 3 / 4) {
+    c.count = count;
+    c.index = scratch.index;
+    c.rank = scratch.rank;
+  } else {
+    c.alive = alive;
+    c.elementwise = a.keep.data != nullptr;
+  }
+  return c;
+}
+
+// Columns begin..begin+n-1 of a row of something per pair (bias, keep) as contiguous C.
+template <typename S, typename C>
+void gather(const Columns& columns, const S* row, int64_t stride, int64_t begin, int64_t n,
+            C* out) {
+  if (columns.index)
+    for (int64_t j = 0; j < n; ++j) out[j] = static_cast<C>(row[columns.index[begin + j] * stride]);
+  else
+    load_row(row + (columns.first + begin) * stride, stride, n, out);
+}
+
+// x[j] += bias over columns begin..begin+n-1 of row i, and -inf at pairs that bias or keep hide.
+// x holds scale * q k^T there.
+template <typename T, typename C = compute_t<T>>
+void add_extras(const AttentionArgs& a, const Sequence& s, int64_t h, const Columns& columns,
+                int64_t i, int64_t begin, int64_t n, C* x) {
+  constexpr C kHidden = -std::numeric_limits<C>::infinity();
+  alignas(64) C bias[kPanel];
+  alignas(64) uint8_t keep[kPanel];
+  for (int64_t done = 0; done < n; done += kPanel, x += kPanel, begin += kPanel) {
+    const int64_t m = std::min(kPanel, n - done);
+    if (a.bias.data) {
+      auto take = [&](const auto* row) {
+        if (a.bias.stride_t && a.bias.stride_d == 1 && !columns.index && i + kAhead < s.tq)
+          prefetch(row + kAhead * a.bias.stride_t + columns.first + begin, m);
+        gather(columns, row, a.bias.stride_d, begin, m, bias);
+      };
+      if (a.bias_is_float)
+        take(at_head<float>(a.bias, s, h, i));
+      else
+        take(at_head<T>(a.bias, s, h, i));
+      for (int64_t j = 0; j < m; ++j) x[j] = bias[j] == kHidden ? kHidden : x[j] + bias[j];
+    }
+    if (columns.elementwise) {
+      gather(columns, at_head<uint8_t>(a.keep, s, h, i), a.keep.stride_d, begin, m, keep);
+      for (int64_t j = 0; j < m; ++j) x[j] = keep[j] ? x[j] : kHidden;
+    }
+  }
+}
+
+// Dropout's factors for columns begin..begin+n-1 of row i.
+template <typename C>
+void factors_of(const AttentionArgs& a, const Sequence& s, int64_t h, const Columns& columns,
+                int64_t i, int64_t begin, int64_t n, C* factors, C* scratch) {
+  const uint64_t row = static_cast<uint64_t>((s.b * a.heads + h) * a.row_step + i);
+  const C scale = static_cast<C>(a.dropout.scale);
+  if (!columns.index) {
+    dropout_factors(a.dropout.seed, row, columns.first + begin, n, a.dropout.bound, scale, factors);
+  } else if (n > 0) {
+    const int64_t first = columns.index[begin], last = columns.index[begin + n - 1];
+    dropout_factors(a.dropout.seed, row, first, last - first + 1, a.dropout.bound, scale, scratch);
+    for (int64_t j = 0; j < n; ++j) factors[j] = scratch[columns.index[begin + j] - first];
+  }
+}
+
+// Rows begin..begin+n-1 of the columns' keys or values as (n, width) with leading dimension ld,
+// dead ones as zeros.
+template <typename T>
+void load_columns(const AttentionView& view, const Sequence& s, int64_t kv, const Columns& columns,
+                  int64_t begin, int64_t n, int64_t width, compute_t<T>* out, int64_t ld) {
+  auto at = [&](int64_t c) { return at_head<T>(view, s, kv, s.k0 + columns.key(c)); };
+  for (int64_t c = begin; c < begin + n; ++c, out += ld) {
+    if (c + kAhead < begin + n) prefetch(at(c + kAhead), width);
+    if (columns.alive && !columns.alive[c])
+      std::fill_n(out, width, compute_t<T>(0));
+    else
+      load_row(at(c), view.stride_d, width, out);
+  }
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels

@@ -1,0 +1,79 @@
+// Attention of one query: reading keys and values is all the work, so they are neither packed nor
+// turned.
+#pragma once
+#include <algorithm>
+
+#include "attention_fwd.h"
+#include "transpose.h"
+
+namespace tfm_kernels {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// x[j] = q . keys[j] over n keys of d elements, `stride` apart; 0 up to w, a multiple of 16. A
+// vector of partial sums a key; those of V::size() keys are turned and added at once.
+template <typename C>
+void dots(const C* q, const C* keys, int64_t stride, int64_t d, int64_t n, int64_t w, C* x) {
+  using V = at::vec::Vectorized<C>;
+  constexpr int64_t kLanes = V::size();
+  alignas(64) C partial[kLanes * kLanes], turned[kLanes * kLanes];
+  for (int64_t j = 0; j < w; j += kLanes) {
+    const int64_t real = std::clamp<int64_t>(n - j, 0, kLanes);
+    std::fill(partial + real * kLanes, partial + kLanes * kLanes, C(0));
+    for (int64_t l = 0; l < real; ++l) {
+      const C* key = keys + (j + l) * stride;
+      V sum(C(0));
+      int64_t e = 0;
+      for (; e + kLanes <= d; e += kLanes)
+        sum = at::vec::fmadd(V::loadu(q + e), V::loadu(key + e), sum);
+      if (e < d) {
+        const auto rest = static_cast<int>(d - e);
+        sum = at::vec::fmadd(V::loadu(q + e, rest), V::loadu(key + e, rest), sum);
+      }
+      sum.store(partial + l * kLanes);
+    }
+    transpose_block(partial, kLanes, kLanes, kLanes, turned, kLanes);
+    V total = V::loadu(turned);
+    for (int64_t l = 1; l < kLanes; ++l) total = total + V::loadu(turned + l * kLanes);
+    total.store(x + j);
+  }
+}
+
+// out[e..] += weights values, kVectors vectors of it in registers, the last of `last` elements.
+template <int kVectors, typename C>
+void sum_strip(const Blocks& blocks, const C* weights, const C* values, int64_t stride, int64_t e,
+               int64_t last, C* out) {
+  using V = at::vec::Vectorized<C>;
+  V sum[kVectors];
+  for (int i = 0; i < kVectors; ++i) sum[i] = V::loadu(out + e + i * V::size());
+  for (int64_t b = 0; b < blocks.count; ++b) {
+    const C* value = values + blocks.first[b] * stride + e;
+    for (int64_t j = 0; j < blocks.real[b]; ++j, value += stride) {
+      const V p(weights[b * kPanel + j]);
+      for (int i = 0; i < kVectors - 1; ++i)
+        sum[i] = at::vec::fmadd(p, V::loadu(value + i * V::size()), sum[i]);
+      const C* end = value + (kVectors - 1) * V::size();
+      sum[kVectors - 1] = at::vec::fmadd(
+          p, last == V::size() ? V::loadu(end) : V::loadu(end, static_cast<int>(last)),
+          sum[kVectors - 1]);
+    }
+  }
+  for (int i = 0; i < kVectors; ++i) sum[i].store(out + e + i * V::size());
+}
+
+// out += weights values; out (dv) has room for whole vectors, values are those of column 0 and
+// after.
+template <typename C>
+void sum_values(const Blocks& blocks, const C* weights, const C* values, int64_t stride, int64_t dv,
+                C* out) {
+  constexpr int64_t kLanes = at::vec::Vectorized<C>::size();
+  int64_t e = 0;
+  for (; e + 4 * kLanes <= dv; e += 4 * kLanes)
+    sum_strip<4>(blocks, weights, values, stride, e, kLanes, out);
+  for (; e < dv; e += kLanes)
+    sum_strip<1>(blocks, weights, values, stride, e, std::min<int64_t>(kLanes, dv - e), out);
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels

@@ -1,0 +1,74 @@
+// The softmax over a tile of scores: maxima, and powers of two with their sums.
+#pragma once
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "vec.h"
+
+namespace tfm_kernels {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+inline float fmadd(float a, float b, float c) { return a * b + c; }
+
+// 2^x for -127 <= x <= 0; V is float or Vec, Bits the whole numbers of its shape.
+template <typename Bits, typename V>
+V exp2_in_range(V x) {
+  const V magic(12582912.0f);  // 1.5 * 2^23: x + magic has the nearest integer in its low bits
+  const V shifted = x + magic, r = x - (shifted - magic);
+  V p = fmadd(V(1.535336188319500e-4f), r, V(1.339887440266574e-3f));
+  p = fmadd(p, r, V(9.618437357674640e-3f));  // Cephes exp2f, |r| <= 1/2
+  p = fmadd(p, r, V(5.550332471162809e-2f));
+  p = fmadd(p, r, V(2.402264791363012e-1f));
+  p = fmadd(p, r, V(6.931472028550421e-1f));
+  p = fmadd(p, r, V(1.0f));
+  return p * std::bit_cast<V>((std::bit_cast<Bits>(shifted) + Bits(127)) << Bits(23));
+}
+
+// 2^x for x <= 0, relative error below 2^-23; 0 below 2^-126.5, NaN stays NaN.
+inline float exp2_fast(float x) { return exp2_in_range<uint32_t>(x < -127.0f ? -127.0f : x); }
+inline Vec exp2_fast(Vec x) {
+  return exp2_in_range<at::vec::Vectorized<int32_t>>(at::vec::clamp_min(x, Vec(-127.0f)));
+}
+inline double exp2_fast(double x) { return std::exp2(x); }
+inline at::vec::Vectorized<double> exp2_fast(at::vec::Vectorized<double> x) { return x.exp2(); }
+
+// The largest of w numbers, w a multiple of 16, but for NaN, which the sum will show.
+template <typename C>
+C maximum(const C* x, int64_t w) {
+  using V = at::vec::Vectorized<C>;
+  V m0(-std::numeric_limits<C>::infinity()), m1 = m0;
+  for (int64_t j = 0; j < w; j += 16)
+    for (int l = 0; l < 16; l += 2 * V::size()) {
+      m0 = at::vec::clamp_min(V::loadu(x + j + l), m0);
+      if constexpr (V::size() < 16) m1 = at::vec::clamp_min(V::loadu(x + j + l + V::size()), m1);
+    }
+  return at::vec::vec_reduce_all<C>([](const V& p, const V& q) { return at::vec::clamp_min(p, q); },
+                                    at::vec::clamp_min(m0, m1));
+}
+
+// x = 2^((x - shift) step) over w numbers, w a multiple of 16; their sum. The difference comes
+// first, so that large scores lose nothing.
+template <typename C>
+C exponentials(C* x, int64_t w, C shift, C step) {
+  using V = at::vec::Vectorized<C>;
+  const V shift_v(shift), step_v(step);
+  auto one = [&](int64_t j) {
+    const V p = exp2_fast((V::loadu(x + j) - shift_v) * step_v);
+    p.store(x + j);
+    return p;
+  };
+  V s0(C(0)), s1 = s0;
+  int64_t j = 0;
+  for (; j + 2 * V::size() <= w; j += 2 * V::size()) {
+    s0 = s0 + one(j);
+    s1 = s1 + one(j + V::size());
+  }
+  if (j < w) s0 = s0 + one(j);
+  return at::vec::vec_reduce_all<C>([](const V& p, const V& q) { return p + q; }, s0 + s1);
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels
