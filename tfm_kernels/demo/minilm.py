@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ def model_folder() -> Path:
 
 def load(folder: Path) -> tuple[nn.Module, Any]:
     """(model, tokenizer), without a look at the network."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     try:
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils import logging
