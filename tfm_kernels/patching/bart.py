@@ -53,19 +53,22 @@ def _feed_forward(layer: Any, known: Known, x: Tensor) -> Tensor:
     return block.feed_forward(x, layer.fc1, layer.fc2, name, dropout_p=p, backend=options(layer).backend)
 
 
+def _clamped(x: Tensor) -> Tensor:
+    """What the originals do against overflow in float16."""
+    limit = torch.finfo(x.dtype).max - 1000
+    return torch.clamp(x, min=-limit, max=limit)
+
+
 def _fuse_encoder(original: Any) -> type:
     class Fused(original):
         def forward(self, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
-            reason = _ENCODER.why_not(self)
-            if reason is not None:
-                fell_back(self, reason)
+            if fell_back(self, _ENCODER.why_not(self)):
                 return super().forward(hidden_states, attention_mask, **kwargs)
             attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
             x, _ = _sum_norm(self, attended, hidden_states, self.self_attn_layer_norm)
             x, _ = _sum_norm(self, _feed_forward(self, _ENCODER, x), x, self.final_layer_norm)
             if x.dtype == torch.float16 and not torch.isfinite(x).all():
-                limit = torch.finfo(x.dtype).max - 1000
-                x = torch.clamp(x, min=-limit, max=limit)
+                x = _clamped(x)
             return x
 
     return Fused
@@ -83,9 +86,7 @@ def _fuse_decoder(original: Any) -> type:
             use_cache: bool | None = True,
             **kwargs: Any,
         ) -> Tensor:
-            reason = _DECODER.why_not(self)
-            if reason is not None:
-                fell_back(self, reason)
+            if fell_back(self, _DECODER.why_not(self)):
                 return super().forward(
                     hidden_states,
                     attention_mask,
@@ -116,9 +117,7 @@ def _fuse_decoder(original: Any) -> type:
 def _fuse_pre_norm_encoder(original: Any) -> type:
     class Fused(original):
         def forward(self, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
-            reason = _PRE_NORM_ENCODER.why_not(self)
-            if reason is not None:
-                fell_back(self, reason)
+            if fell_back(self, _PRE_NORM_ENCODER.why_not(self)):
                 return super().forward(hidden_states, attention_mask, **kwargs)
             attended, _ = self.self_attn(
                 hidden_states=self.self_attn_layer_norm(hidden_states), attention_mask=attention_mask, **kwargs
@@ -126,18 +125,15 @@ def _fuse_pre_norm_encoder(original: Any) -> type:
             x, z = _sum_norm(self, attended, hidden_states, self.final_layer_norm)
             y = _feed_forward(self, _PRE_NORM_ENCODER, x)
             z = z + nn.functional.dropout(y, p=self.dropout, training=self.training)
-            if z.dtype == torch.float16:
-                limit = torch.finfo(z.dtype).max - 1000
-                z = torch.clamp(z, min=-limit, max=limit)
-            return z
+            return _clamped(z) if z.dtype == torch.float16 else z
 
     return Fused
 
 
 _WHAT = "sums with LayerNorm, and feed-forward"
-register_recipe(Recipe("bart.encoder_layer", _ENCODER.recognise, _fuse_encoder, _WHAT, _ENCODER.covers), first=False)
-register_recipe(Recipe("bart.decoder_layer", _DECODER.recognise, _fuse_decoder, _WHAT, _DECODER.covers), first=False)
-register_recipe(
-    Recipe("mbart.encoder_layer", _PRE_NORM_ENCODER.recognise, _fuse_pre_norm_encoder, _WHAT, _PRE_NORM_ENCODER.covers),
-    first=False,
-)
+for _name, _known, _fuse in (
+    ("bart.encoder_layer", _ENCODER, _fuse_encoder),
+    ("bart.decoder_layer", _DECODER, _fuse_decoder),
+    ("mbart.encoder_layer", _PRE_NORM_ENCODER, _fuse_pre_norm_encoder),
+):
+    register_recipe(Recipe(_name, _known.recognise, _fuse, _WHAT, _known.covers), first=False)

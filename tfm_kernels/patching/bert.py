@@ -77,9 +77,7 @@ def _fuse_layer(original: Any) -> type:
             **kwargs: Any,
         ) -> Tensor:
             if not isinstance(attention_mask, Packed):  # the encoder that packed has asked already
-                reason = _why_not_layer(self, encoder_hidden_states, past_key_values, kwargs)
-                if reason is not None:
-                    fell_back(self, reason)
+                if fell_back(self, _why_not_layer(self, encoder_hidden_states, past_key_values, kwargs)):
                     return super().forward(
                         hidden_states,
                         attention_mask,

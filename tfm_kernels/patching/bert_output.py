@@ -38,9 +38,7 @@ _FEED_FORWARD = Known(
 def _fuse_output(original: Any) -> type:
     class Fused(original):
         def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-            reason = _OUTPUT.why_not(self)
-            if reason is not None:
-                fell_back(self, reason)
+            if fell_back(self, _OUTPUT.why_not(self)):
                 return super().forward(hidden_states, input_tensor)
             return add_norm(self, self.dense(hidden_states), input_tensor, None, options(self).backend)
 
@@ -57,9 +55,7 @@ def _fuse_feed_forward(original: Any) -> type:
 
 def feed_forward_chunk(self: Any, x: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
     """A layer's feed_forward_chunk, fused where its children allow it, else ``original``."""
-    reason = _FEED_FORWARD.why_not(self)
-    if reason is not None:
-        fell_back(self, reason)
+    if fell_back(self, _FEED_FORWARD.why_not(self)):
         return original(x)
     return feed_forward(self, x, None, options(self).backend)
 

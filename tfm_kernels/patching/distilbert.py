@@ -54,9 +54,7 @@ def _fuse(original: Any) -> type:
     class Fused(original):
         def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
             if not isinstance(attention_mask, Packed):  # the stack that packed has asked already
-                reason = _why_not(self, kwargs)
-                if reason is not None:
-                    fell_back(self, reason)
+                if fell_back(self, _why_not(self, kwargs)):
                     return super().forward(hidden_states, attention_mask, **kwargs)
             return _block(self, hidden_states, attention_mask, kwargs)
 

@@ -86,8 +86,7 @@ def product(x: Tensor, module: nn.Module, weight: Tensor, bias: Tensor | None) -
     """
     if torch.compiler.is_compiling() or FROZEN not in module.__dict__:
         return None
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    if module.training or wanted:
+    if module.training or guard.needs_gradient(x, weight, bias):
         raise RuntimeError(_REFUSAL)
     if x.shape[-1] != weight.shape[-1] or not _pays(x, weight) or not _can_keep(x, weight):
         return None

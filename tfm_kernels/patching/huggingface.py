@@ -71,9 +71,7 @@ def _attention_on(backend: str | None) -> Callable[..., Any]:
         position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        reason = unknown_keywords(kwargs)
-        if reason is not None:
-            swap.fell_back(module, reason)
+        if swap.fell_back(module, unknown_keywords(kwargs)):
             attention_mask = _dense(attention_mask, query, key)
             return _stock(module, query, key, value, attention_mask, dropout, scaling, position_bias, kwargs)
         attention_mask = causal_if_unmasked(module, attention_mask, query.shape[-2], kwargs)

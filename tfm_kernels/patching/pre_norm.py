@@ -41,8 +41,7 @@ def _fuse_gpt2(original: Any) -> type:
             **kwargs: Any,
         ) -> Tensor:
             reason = _GPT2.why_not(self) if encoder_hidden_states is None else "it attends to encoder_hidden_states"
-            if reason is not None:
-                fell_back(self, reason)
+            if fell_back(self, reason):
                 return super().forward(
                     hidden_states,
                     past_key_values,
@@ -68,9 +67,7 @@ def _fuse_gpt2(original: Any) -> type:
 def _fuse_vit(original: Any) -> type:
     class Fused(original):
         def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
-            reason = _VIT.why_not(self)
-            if reason is not None:
-                fell_back(self, reason)
+            if fell_back(self, _VIT.why_not(self)):
                 return super().forward(hidden_states, attention_mask, **kwargs)
             attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
             told: Any = {"dropout_p": block.dropout_p(self.dropout), "backend": options(self).backend}
@@ -83,9 +80,7 @@ def _fuse_vit(original: Any) -> type:
 def _fuse_clip(original: Any) -> type:
     class Fused(original):
         def forward(self, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
-            reason = _CLIP.why_not(self)
-            if reason is not None:
-                fell_back(self, reason)
+            if fell_back(self, _CLIP.why_not(self)):
                 return super().forward(hidden_states, attention_mask, **kwargs)
             normed = self.layer_norm1(hidden_states)
             attended, _ = self.self_attn(hidden_states=normed, attention_mask=attention_mask, **kwargs)

@@ -126,11 +126,15 @@ def restore(module: nn.Module) -> bool:
     return True
 
 
-def fell_back(module: nn.Module, reason: str) -> None:
-    """Notes that a fused module ran its original code. A compiled graph must hold no such state, so not there."""
-    if not torch.compiler.is_compiling():
+def fell_back(module: nn.Module, reason: str | None) -> bool:
+    """Whether a fused module runs its original code, for a reason, which is noted.
+
+    A compiled graph must hold no such state, so nothing is noted there.
+    """
+    if reason is not None and not torch.compiler.is_compiling():
         counts = _fallbacks.setdefault(module, {})
         counts[reason] = counts.get(reason, 0) + 1
+    return reason is not None
 
 
 def fallbacks(module: nn.Module) -> dict[str, int]:
