@@ -21,6 +21,13 @@ def check_device(op: str, x: Tensor) -> None:
         raise ValueError(f"{op}: x must be a CUDA tensor, got {x.device}")
 
 
+def check_rows(op: str, name: str, x: Tensor, most: int) -> tuple[int, int]:
+    """(M, N) of ``x`` (..., N); refuses what has not 1 to ``most`` features."""
+    if x.dim() < 1 or not 1 <= x.shape[-1] <= most:
+        raise ValueError(f"{op}: {name} must have 1 to {most} features, got shape {tuple(x.shape)}")
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
 def check(op: str, like: Tensor, **tensors: tuple[Tensor | None, Sequence[int], Sequence[torch.dtype]]) -> None:
     """Refuses what would make a kernel read outside its buffers; the public functions have checked with better words.
 

@@ -223,10 +223,7 @@ def layer_norm_bwd(
     """The operator layer_norm_bwd_triton; its contract is tfm_kernels/ops/layer_norm.py's."""
     op = "layer_norm_bwd_triton"
     _launch.check_device(op, z)
-    if z.dim() < 1 or not 1 <= z.shape[-1] <= MAX_FEATURES:
-        raise ValueError(f"{op}: z must have 1 to {MAX_FEATURES} features, got shape {tuple(z.shape)}")
-    N = z.shape[-1]
-    M = z.numel() // N
+    M, N = _launch.check_rows(op, "z", z, MAX_FEATURES)
     floating, single = _launch.DTYPES, (torch.float32,)
     _launch.check(
         op, z, z=(z, z.shape, floating), dy=(dy, z.shape, floating), dz=(dz, z.shape, floating),

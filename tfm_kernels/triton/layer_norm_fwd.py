@@ -173,10 +173,7 @@ def layer_norm_fwd(
     """The operator layer_norm_fwd_triton; its contract is tfm_kernels/ops/layer_norm.py's."""
     op = "layer_norm_fwd_triton"
     _launch.check_device(op, x)
-    if x.dim() < 1 or not 1 <= x.shape[-1] <= MAX_FEATURES:
-        raise ValueError(f"{op}: x must have 1 to {MAX_FEATURES} features, got shape {tuple(x.shape)}")
-    N = x.shape[-1]
-    M = x.numel() // N
+    M, N = _launch.check_rows(op, "x", x, MAX_FEATURES)
     floating, vector = _launch.DTYPES, (N,)
     _launch.check(
         op, x, x=(x, x.shape, floating), residual=(residual, x.shape, floating), weight=(weight, vector, floating),
