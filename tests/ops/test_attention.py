@@ -39,7 +39,7 @@ def test_meaning(backend, dtype):
     q, k, v = qkv(dtype=dtype)
     out = tfk.ops.attention(q, k, v, backend=backend)
     expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
-    assert out.dtype == dtype and out.transpose(1, 2).is_contiguous() or backend == "aten"
+    assert out.dtype == dtype and (out.transpose(1, 2).is_contiguous() or backend == "aten")
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
