@@ -13,12 +13,14 @@
 
 namespace tfm_kernels {
 
+using OptionalTensor = std::optional<at::Tensor>;
+
 inline void check_shape(const at::Tensor& t, at::IntArrayRef sizes, const char* op,
                         const char* name) {
   TORCH_CHECK(t.sizes() == sizes, op, ": ", name, " must have shape ", sizes, ", got ", t.sizes());
 }
 
-inline void check_shape(const std::optional<at::Tensor>& t, at::IntArrayRef sizes, const char* op,
+inline void check_shape(const OptionalTensor& t, at::IntArrayRef sizes, const char* op,
                         const char* name) {
   if (t) check_shape(*t, sizes, op, name);
 }
@@ -31,7 +33,7 @@ inline void check_floating(const at::Tensor& t, const char* op, const char* name
 }
 
 // The dropout rule of a call; inactive where p is 0.
-inline Dropout check_dropout(double p, const std::optional<at::Tensor>& seed, const char* op) {
+inline Dropout check_dropout(double p, const OptionalTensor& seed, const char* op) {
   TORCH_CHECK(p >= 0.0 && p <= 1.0, op, ": dropout_p must lie in [0, 1], got ", p);
   Dropout dropout;
   if (p > 0.0) {
@@ -45,8 +47,7 @@ inline Dropout check_dropout(double p, const std::optional<at::Tensor>& seed, co
 }
 
 // Row numbers for the dropout counter: null where rows count up from 0.
-inline const int64_t* check_rows(const std::optional<at::Tensor>& rows, int64_t count,
-                                 const char* op) {
+inline const int64_t* check_rows(const OptionalTensor& rows, int64_t count, const char* op) {
   if (!rows) return nullptr;
   TORCH_CHECK(rows->scalar_type() == at::kLong && rows->is_contiguous() && rows->numel() == count,
               op, ": dropout_rows must be a contiguous int64 tensor of ", count, " elements");

@@ -19,12 +19,12 @@ void pick_config(AttentionBwd& a, int64_t threads) {
   a.batch_units = a.dbias && a.dbias_stride_b == 0 ? 1 : a.batch;
   a.head_units = a.dbias && a.dbias_stride_h == 0 ? 1 : a.kv_heads;
   const int64_t units = std::max<int64_t>(1, a.batch_units * a.head_units);
-  const int64_t tiles = std::max<int64_t>(1, (a.keys + a.tile - 1) / a.tile);
+  const int64_t tiles = std::max<int64_t>(1, ceil_div(a.keys, a.tile));
   // Keys that are left out differ from head to head, so a group's heads could not share the work.
   const bool grouped = a.heads != a.kv_heads && (a.keep.data || a.bias.data);
   const bool splits =
       threads > 1 && units < 2 * threads && !grouped && !(a.dbias && a.dbias_stride_d == 0);
-  a.splits = splits ? std::min(tiles, (2 * threads + units - 1) / units) : 1;
+  a.splits = splits ? std::min(tiles, ceil_div(2 * threads, units)) : 1;
 }
 
 // Whether the band lets some row see each key and nothing else hides any, so that the units write

@@ -6,14 +6,11 @@
 #include <ATen/ops/zeros.h>
 
 #include <atomic>
-#include <optional>
 
 #include "../check.h"
 #include "attention.h"
 
 namespace tfm_kernels {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // Below this many operations a call stays on its thread: waking the others costs as much.
 constexpr double kSerialWork = 1e6;

@@ -17,8 +17,8 @@ void pick_config(AttentionFwd& a, int64_t threads) {
   a.rows = a.queries >= 768 ? 128 : std::clamp<int64_t>(round_up(a.queries, 8), 8, 64);
   a.tile = std::clamp<int64_t>(round_up(a.keys, kPanel), kPanel, 512);
   const int64_t heads = std::max<int64_t>(1, a.batch * a.heads);
-  const int64_t tiles = std::max<int64_t>(1, (a.queries + a.rows - 1) / a.rows);
-  a.chunks = heads >= 4 * threads ? 1 : std::min(tiles, (4 * threads + heads - 1) / heads);
+  const int64_t tiles = std::max<int64_t>(1, ceil_div(a.queries, a.rows));
+  a.chunks = heads >= 4 * threads ? 1 : std::min(tiles, ceil_div(4 * threads, heads));
 }
 
 std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(

@@ -5,15 +5,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <optional>
-
 #include "../check.h"
 #include "activation.h"
 #include "layer_norm.h"
 
 namespace tfm_kernels {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 inline void check_vector(const OptionalTensor& t, int64_t n, const at::Tensor& x, const char* op,
                          const char* name) {

@@ -15,14 +15,12 @@
 namespace tfm_kernels {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Rows a block: 512 a thread, so that packing the weights costs little in `input`, and never more
 // than there are. Rows at a time in `hidden`: what leaves h, dp and their like in L2. Features a
 // task: 128, or 64 to feed all threads.
 void pick_blocks(FfnBwd& args, int64_t threads) {
   const int64_t most = std::clamp<int64_t>(512 * threads, 1024, 4096);
-  args.block = ceil_div(ceil_div(args.M, ceil_div(args.M, most)), 16) * 16;
+  args.block = round_up(ceil_div(args.M, ceil_div(args.M, most)), 16);
   args.strip = std::min<int64_t>(args.block, 512);
   args.chunk = ceil_div(args.F, 128) >= threads ? 128 : 64;
 }
@@ -39,9 +37,9 @@ struct Memory {
         wide(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16) {
     const int64_t E = args.E, F = args.F, Eo = args.Eo, block = args.block;
     // 16: not a power of two, which would thrash L1
-    args.dp_ld = std::min(kFfnSumStep, ceil_div(F, kPanel) * kPanel) + 16;
+    args.dp_ld = std::min(kFfnSumStep, round_up(F, kPanel)) + 16;
     args.dy_t_ld = block + 16;
-    args.x_panels = room(x_panels, args.dw1 || args.dgate, ceil_div(E, kPanel) * kPanel * block);
+    args.x_panels = room(x_panels, args.dw1 || args.dgate, round_up(E, kPanel) * block);
     args.dy_t = room(dy_t, args.dw2, Eo * args.dy_t_ld);
     const int64_t slices = ceil_div(F, kFfnSumStep);
     args.dp = room(dp, true, slices * block * args.dp_ld);

@@ -101,7 +101,7 @@ void differentiate(const C* factor, const C* dh, C* p, const C* g, C* dp, C* dg)
 template <typename T, typename C = compute_t<T>>
 void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* scratch) {
   const int64_t E = args.E, F = args.F, Eo = args.Eo, strip = args.strip;
-  const int64_t n = std::min(args.chunk, F - feature), panels = (n + kPanel - 1) / kPanel;
+  const int64_t n = std::min(args.chunk, F - feature), panels = ceil_div(n, kPanel);
   const auto carve = [&](int64_t elements) { return std::exchange(scratch, scratch + elements); };
   const bool again = !args.preact, needs_dh = args.dx || args.dw1 || args.dgate || args.needs_db1;
   C *w2 = carve(args.chunk * Eo), *w1 = again ? carve(args.chunk * E) : nullptr;

@@ -13,7 +13,8 @@ namespace tfm_kernels {
 // Lake).
 constexpr int64_t kPanel = 64;
 
-inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+inline int64_t ceil_div(int64_t n, int64_t step) { return (n + step - 1) / step; }
+inline int64_t round_up(int64_t n, int64_t step) { return ceil_div(n, step) * step; }
 
 // Rows of a tile, n or a few more: few sizes, because the matrix library compiles code for each.
 inline int64_t padded_rows(int64_t n, int64_t step, int64_t step_beyond_panel) {

@@ -100,8 +100,6 @@ void layer_norm_bwd(const LayerNormBwd& args, DType dtype, int64_t block, void* 
 namespace tfm_kernels {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
     const at::Tensor& dy, const OptionalTensor& dz, const at::Tensor& z, const at::Tensor& mean,
     const at::Tensor& rstd, const OptionalTensor& weight, bool rms, bool unbiased, double dropout_p,

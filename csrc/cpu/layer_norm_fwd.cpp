@@ -119,8 +119,6 @@ void layer_norm_fwd(const LayerNormFwd& args, DType dtype, int64_t begin, int64_
 namespace tfm_kernels {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
     const at::Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
     const OptionalTensor& bias, double eps, bool rms, bool unbiased, double dropout_p,
