@@ -59,7 +59,7 @@ def test_packed_rows_get_the_padded_runs_masks(backend):
     torch.testing.assert_close(packed, padded[kept])
     (expected,) = torch.autograd.grad(padded[kept].square().sum(), x, retain_graph=True)
     (found,) = torch.autograd.grad(packed.square().sum(), x)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected)
     far = torch.tensor([0, 2**40 + 5, 2**62, 2, 2, 7, 8, 9, 10])
     spaced = torch.stack([far, far], 1)[:, 0]
     y = tfk.ops.ffn(**probe(9, 33), dropout_p=0.5, seed=SEED, dropout_rows=spaced, backend=backend)
