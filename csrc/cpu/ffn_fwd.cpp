@@ -1,5 +1,5 @@
 // ffn_fwd, CPU. Implements FFN.1 to FFN.4 of tfm_kernels/ops/ffn.py.
-// Owns:    one task = a tile of 16 to 128 rows and a segment of the hidden features, taken in
+// Owns:    one task = a tile of 16 to 256 rows and a segment of the hidden features, taken in
 // chunks. Everything is held
 //          transposed, (features, rows): x^T and y^T of the tile, h^T of the chunk, so that the
 //          weights are the left operand as they lie in memory and are never packed, and the hidden
@@ -7,7 +7,8 @@
 // Traffic: reads x (M*E), writes y (M*Eo) and preact (M*F) where asked; reads the weights once per
 // tile, from L3.
 //          4*M*E*F FLOPs, 6 with a gate.
-// Limits:  none; float64 computes in float64 by plain loops, everything else in float32.
+// Limits:  none; float64 computes in float64 by plain loops, everything else in float32, with
+//          bfloat16 products where the CPU has them.
 // Config:  pick_tiling() below.
 // Source:  own work.
 #include "activation.h"
@@ -30,19 +31,23 @@ struct FfnFwd {
   const void *x, *w1, *b1, *w2, *b2, *gate;  // b1, b2, gate may be null; weights contiguous
   void *y, *preact;                          // preact null where it is not wanted
   int64_t x_stride_m, M, E, F, Eo;
-  bool gated;  // an empty gate has a null pointer
+  bool gated;       // an empty gate has a null pointer
+  bool bf16_tiles;  // bfloat16 is multiplied as it is stored
   Activation activation;
   Dropout dropout;
   const int64_t* dropout_rows;  // (M) or null
   FfnTiling tiling;
 };
 
-constexpr int64_t kMaxTileRows = 128;
+constexpr int64_t kMaxTileRows = 256;
 
 // Elements of working memory that one task needs.
 inline int64_t ffn_fwd_scratch(const FfnFwd& args) {
   const auto& tiling = args.tiling;
-  const int64_t wide = std::max<int64_t>(32768, 16 * std::max(args.E, tiling.chunk));
+  // the hidden activation as an operand of bfloat16, or weights as they are widened
+  const int64_t wide = args.bf16_tiles
+                           ? tiling.chunk * tiling.rows / 2
+                           : std::max<int64_t>(32768, 16 * std::max(args.E, tiling.chunk));
   return (args.E + (args.gated ? 2 : 1) * tiling.chunk) * tiling.rows + wide;
 }
 
@@ -109,19 +114,20 @@ void drop(const Dropout& dropout, const int64_t* rows, int64_t feature, int64_t 
   }
 }
 
-template <typename T, typename C = compute_t<T>>
+template <typename T, typename O, typename C = compute_t<T>>
 void run_task(const FfnFwd& args, int64_t tile, int64_t segment, C* y, C* scratch) {
   const auto& tiling = args.tiling;
   const int64_t E = args.E, F = args.F, Eo = args.Eo, ld = tiling.rows;
   const int64_t row = tile * tiling.rows, rows = std::min(tiling.rows, args.M - row);
-  C *x = scratch, *hidden = x + E * ld, *linear = args.gated ? hidden + tiling.chunk * ld : nullptr;
+  C *hidden = scratch + E * ld, *linear = args.gated ? hidden + tiling.chunk * ld : nullptr;
+  O* x = reinterpret_cast<O*>(scratch);
   C* wide = hidden + (args.gated ? 2 : 1) * tiling.chunk * ld;
   int64_t numbers[kMaxTileRows] = {};
   for (int64_t r = 0; r < rows; ++r)
     numbers[r] = args.dropout_rows ? args.dropout_rows[row + r] : row + r;
 
-  transpose_widen(static_cast<const T*>(args.x) + row * args.x_stride_m, args.x_stride_m, rows, E,
-                  x, ld, ld);
+  turn_right(static_cast<const T*>(args.x) + row * args.x_stride_m, args.x_stride_m, rows, E, x, ld,
+             ld);
   const int64_t chunks = (F + tiling.chunk - 1) / tiling.chunk;
   const int64_t first = chunks * segment / tiling.segments * tiling.chunk;
   const int64_t last = std::min(F, chunks * (segment + 1) / tiling.segments * tiling.chunk);
@@ -135,8 +141,8 @@ void run_task(const FfnFwd& args, int64_t tile, int64_t segment, C* y, C* scratc
                       false, wide);
     activate<T>(args, row, rows, f, n, ld, hidden, linear);
     if (args.dropout.active()) drop(args.dropout, numbers, f, n, ld, hidden);
-    weights_product(Eo, ld, n, static_cast<const T*>(args.w2) + f, F, hidden, ld, y, ld, f > first,
-                    wide);
+    weights_product(Eo, ld, n, static_cast<const T*>(args.w2) + f, F,
+                    as_right<O>(hidden, n, ld, wide), ld, y, ld, f > first, wide);
   }
 }
 
@@ -159,10 +165,10 @@ void join(const FfnFwd& args, int64_t tile, int64_t begin, int64_t end, C* parti
 
 void ffn_fwd(const FfnFwd& args, DType dtype, int64_t tile, int64_t segment, void* partial,
              void* scratch) {
-  for_dtype(dtype, [&](auto zero) {
+  for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using C = compute_t<decltype(zero)>;
-    run_task<decltype(zero)>(args, tile, segment, static_cast<C*>(partial),
-                             static_cast<C*>(scratch));
+    run_task<decltype(zero), decltype(operand)>(args, tile, segment, static_cast<C*>(partial),
+                                                static_cast<C*>(scratch));
   });
 }
 
@@ -187,12 +193,14 @@ void ffn_fwd_join(const FfnFwd& args, DType dtype, int64_t tile, int64_t begin, 
 namespace tfm_kernels {
 namespace {
 
-// Rows: 128 (64 and 256 gave 2 to 15 % less, E 384 to 1024, one core of a 2.5 GHz Cascade Lake),
-// spread evenly over the threads. Features: up to 512 (256: 3 % less, 64: 15 %). Segments: only
-// where there are fewer tiles than threads, since their shares of y cost memory and a second pass.
-FfnTiling pick_tiling(int64_t M, int64_t F, int64_t threads) {
+// Rows: 128 (64 and 256 gave 2 to 15 % less, E 384 to 1024, one core of a 2.5 GHz Cascade Lake), or
+// 256 where bfloat16 tiles are so fast that reading the weights counts (128: 15 % less, one core of
+// a 2.6 GHz Xeon with AMX), spread evenly over the threads. Features: up to 512 (256: 3 % less, 64:
+// 15 %). Segments: only where there are fewer tiles than threads, since their shares of y cost
+// memory and a second pass.
+FfnTiling pick_tiling(int64_t M, int64_t F, bool bf16_tiles, int64_t threads) {
   FfnTiling tiling{};
-  int64_t tiles = ceil_div(M, kMaxTileRows);
+  int64_t tiles = ceil_div(M, bf16_tiles ? kMaxTileRows : kMaxTileRows / 2);
   if (tiles >= threads) tiles = round_up(tiles, threads);
   tiling.rows = round_up(ceil_div(M, tiles), 16);
   tiling.tiles = ceil_div(M, tiling.rows);
@@ -233,10 +241,11 @@ std::tuple<at::Tensor, at::Tensor> ffn_fwd_cpu(
   args.E = shape.E;
   args.F = F;
   args.Eo = Eo;
+  args.bf16_tiles = bf16_tiles(x.scalar_type(), {shape.E, F, args.x_stride_m});
   args.activation = static_cast<Activation>(activation);
   args.dropout = check_dropout(dropout_p, seed, kOp);
   args.dropout_rows = check_rows(dropout_rows, M, kOp);
-  args.tiling = pick_tiling(M, F, at::get_num_threads());
+  args.tiling = pick_tiling(M, F, args.bf16_tiles, at::get_num_threads());
 
   const auto& tiling = args.tiling;
   const DType dtype = dtype_of(x.scalar_type());

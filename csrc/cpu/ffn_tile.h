@@ -1,10 +1,8 @@
-// What the ffn kernels share: products of weights, as they lie in memory, with a tile of the
-// compute type.
+// What the ffn kernels share: products of weights, as they lie in memory, with a tile of rows.
 #pragma once
 #include <algorithm>
 
-#include "gemm.h"
-#include "vec.h"
+#include "operand.h"
 
 namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
@@ -15,10 +13,10 @@ namespace {
 // up with its precision and cost nothing beside reading A.
 inline int64_t longest_sum(int64_t n) { return n <= 16 ? 128 : 1024; }
 
-// C (m, n) = A (m, k) B (k, n), or += where `accumulate`. Row-major; sums of longest_sum(n)
-// products are formed apart.
-template <typename C>
-void product(int64_t m, int64_t n, int64_t k, const C* a, int64_t lda, const C* b, int64_t ldb,
+// C (m, n) = A (m, k) B (k, n), or += where `accumulate`; B a right operand as operand.h has it, k
+// even where it is bfloat16. Sums of longest_sum(n) products are formed apart.
+template <typename O, typename C>
+void product(int64_t m, int64_t n, int64_t k, const O* a, int64_t lda, const O* b, int64_t ldb,
              C* c, int64_t ldc, bool accumulate) {
   int64_t begin = 0;
   do {
@@ -36,11 +34,10 @@ inline int64_t widened_rows(int64_t k) {
 
 // product() with A = weights in storage type: used where it lies, or widened block by block into
 // `wide`, which has room for widened_rows(k) * k elements.
-template <typename T>
-void weights_product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
-                     const compute_t<T>* b, int64_t ldb, compute_t<T>* c, int64_t ldc,
-                     bool accumulate, [[maybe_unused]] compute_t<T>* wide) {
-  if constexpr (std::is_same_v<T, compute_t<T>>) {
+template <typename T, typename O, typename C = compute_t<T>>
+void weights_product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const O* b,
+                     int64_t ldb, C* c, int64_t ldc, bool accumulate, [[maybe_unused]] C* wide) {
+  if constexpr (std::is_same_v<T, O>) {
     product(m, n, k, a, lda, b, ldb, c, ldc, accumulate);
   } else {
     const int64_t step = widened_rows(k);

@@ -1,0 +1,80 @@
+// What matrix tiles multiply: the compute type, or bfloat16 as it is stored, where the CPU does
+// that in hardware.
+//
+// A left operand lies row-major. So does a right operand of the compute type; one of bfloat16 lies
+// in pairs of rows: element (k, n) at [(k / 2) * 2 * ld + 2 * n + k % 2]. Row k, for even k, begins
+// at k * ld either way, and column n at kPair<O> * n.
+#pragma once
+#include <algorithm>
+#include <bit>
+
+#include "gemm.h"
+#include "transpose.h"
+#include "vec.h"
+
+namespace tfm_kernels {
+
+template <typename O>
+constexpr int64_t kPair = std::is_same_v<O, bf16_t> ? 2 : 1;
+
+// Calls `body` with a value of the storage type that `dtype` names and one of its operands' type.
+template <typename Body>
+decltype(auto) for_operands(DType dtype, bool bf16_tiles, Body&& body) {
+  if (dtype == DType::bf16 && bf16_tiles) return body(bf16_t{}, bf16_t{});
+  return for_dtype(dtype, [&](auto zero) { return body(zero, compute_t<decltype(zero)>{}); });
+}
+
+inline namespace CPU_CAPABILITY {
+namespace {
+
+inline void gemm_tile(int64_t m, int64_t n, int64_t k, const bf16_t* a, int64_t lda,
+                      const bf16_t* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+  tfm_kernels::gemm_tile(m, n, k, reinterpret_cast<const uint16_t*>(a), lda,
+                         reinterpret_cast<const uint16_t*>(b), ldb, c, ldc, accumulate);
+}
+using tfm_kernels::gemm_tile;
+
+// A right operand (columns, rows) from src (rows, columns): turned. Columns `rows` to `padded` of
+// it are zeros. bfloat16: src_ld and `columns` are even.
+template <typename O, typename T>
+void turn_right(const T* src, int64_t src_ld, int64_t rows, int64_t columns, O* dst, int64_t dst_ld,
+                int64_t padded) {
+  if constexpr (std::is_same_v<O, compute_t<T>>)
+    transpose_widen(src, src_ld, rows, columns, dst, dst_ld, padded);
+  else  // a pair is as wide as a float, and nothing is computed
+    transpose_widen(reinterpret_cast<const float*>(src), src_ld / 2, rows, columns / 2,
+                    reinterpret_cast<float*>(dst), dst_ld, padded);
+}
+
+// The nearest bfloat16, in the upper half; ties to even, NaN stays NaN.
+inline uint32_t round_bf16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+  return (bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : rounded;
+}
+
+// Two rows of n numbers, rounded, as one pair of rows of a right operand.
+inline void pair_rows(const float* even, const float* odd, int64_t n, bf16_t* dst) {
+  uint32_t* pairs = reinterpret_cast<uint32_t*>(dst);
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j)
+    pairs[j] = round_bf16(even[j]) >> 16 | (round_bf16(odd[j]) & 0xFFFF0000u);
+}
+
+// A right operand (n, ld), n even, of numbers that lie like one: where they lie, or rounded into
+// `room`.
+template <typename O, typename C>
+const O* as_right(const C* values, int64_t n, int64_t ld, [[maybe_unused]] C* room) {
+  if constexpr (std::is_same_v<O, C>) {
+    return values;
+  } else {
+    O* pairs = reinterpret_cast<O*>(room);
+    for (int64_t i = 0; i < n; i += 2)
+      pair_rows(values + i * ld, values + (i + 1) * ld, ld, pairs + i * ld);
+    return pairs;
+  }
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels
