@@ -29,7 +29,7 @@ void pick_blocks(FfnBwd& args, int64_t threads) {
 // themselves.
 struct Memory {
   at::TensorOptions options;
-  bool wide;  // 16-bit storage
+  bool wide;  // 16-bit storage: sums are formed elsewhere, and rows widened unless tiles take them
   at::Tensor x_panels, dy_t, x_rows, dy_rows, dp, dg, dx_sum, dw1_sum, dw2_sum, dgate_sum, db1_sum;
 
   Memory(FfnBwd& args, const at::Tensor& x)
@@ -44,13 +44,14 @@ struct Memory {
     const int64_t slices = ceil_div(F, kFfnSumStep);
     args.dp = room(dp, true, slices * block * args.dp_ld);
     args.dg = room(dg, args.gated, slices * block * args.dp_ld);
-    args.x_rows_ld = wide ? E : args.x_stride_m;
-    args.dy_rows_ld = wide ? Eo : args.dy_stride_m;
-    if (wide) {
+    const bool copies = wide && !args.bf16_tiles;
+    args.x_rows_ld = copies ? E : args.x_stride_m;
+    args.dy_rows_ld = copies ? Eo : args.dy_stride_m;
+    if (copies) {
       args.x_rows = room(x_rows, !args.preact, block * E);
       args.dy_rows = room(dy_rows, true, block * Eo);
-      args.dx_sum = room(dx_sum, args.dx, block * E);
     }
+    if (wide) args.dx_sum = room(dx_sum, args.dx, block * E);
     args.dw1_sum = wide ? room(dw1_sum, args.dw1, F * E) : args.dw1;
     args.dw2_sum = wide ? room(dw2_sum, args.dw2, Eo * F) : args.dw2;
     args.dgate_sum = wide ? room(dgate_sum, args.dgate, F * E) : args.dgate;
@@ -94,11 +95,12 @@ void run(FfnBwd& args, DType dtype, bool wide, const at::TensorOptions& options)
   const auto place = [&](int64_t worker) { return base + worker * room * item; };
   for (int64_t row = 0; row < args.M; row += args.block) {
     const int64_t rows = std::min(args.block, args.M - row);
-    if (!wide) {
-      args.x_rows = static_cast<const char*>(args.x) + row * args.x_stride_m * item;
-      args.dy_rows = static_cast<const char*>(args.dy) + row * args.dy_stride_m * item;
-      if (args.dx) args.dx_sum = static_cast<char*>(args.dx) + row * args.E * item;
+    if (!wide || args.bf16_tiles) {
+      const int64_t stored = wide ? 2 : item;
+      args.x_rows = static_cast<const char*>(args.x) + row * args.x_stride_m * stored;
+      args.dy_rows = static_cast<const char*>(args.dy) + row * args.dy_stride_m * stored;
     }
+    if (!wide && args.dx) args.dx_sum = static_cast<char*>(args.dx) + row * args.E * item;
     const int64_t strips = ceil_div(rows, 64);
     for_tasks(strips, std::min(strips, threads), [&](int64_t strip, int64_t) {
       TFM_KERNEL(ffn_bwd_prepare)(args, dtype, row, strip * 64, std::min(rows, strip * 64 + 64));
@@ -171,6 +173,7 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   args.Eo = Eo;
   args.gated = gate.has_value();
   args.needs_db1 = need_b1;
+  args.bf16_tiles = bf16_tiles(x.scalar_type(), {E, F, Eo});
   args.activation = static_cast<Activation>(activation);
   args.dropout = check_dropout(dropout_p, seed, kOp);
   args.dropout_rows = check_rows(dropout_rows, M, kOp);

@@ -24,13 +24,15 @@ struct FfnBwd {
   void *dx, *dw1, *dw2, *dgate;              // null where not wanted
   int64_t dy_stride_m, x_stride_m, M, E, F, Eo;
   bool gated, needs_db1;
+  bool bf16_tiles;  // bfloat16 is multiplied as it is stored
   Activation activation;
   Dropout dropout;
   const int64_t* dropout_rows;  // (M) or null
   int64_t block, strip,
       chunk;  // rows a block, rows at a time in `hidden`, features a task of `hidden`
-  // Working memory in the compute type. The *_rows are the tensors themselves where storage is
-  // compute type, and so are the *_sum.
+  // Working memory, in the type of operands but for the sums, which are of the compute type. The
+  // *_rows are the tensors themselves where operands are of the storage type; the *_sum, where sums
+  // are.
   void* x_panels;                // (E / 64, block, 64)
   void* dy_t;                    // (Eo, dy_t_ld)
   const void *x_rows, *dy_rows;  // (block, E), (block, Eo) of the present block

@@ -2,7 +2,8 @@
 // is at::sum. Owns:    see ffn_bwd.h. Traffic: a block reads x, dy, preact and the weights once and
 // dw1, dw2 twice; dp is written and read in L3.
 //          8*M*E*F FLOPs, 12 with a gate, 2 or 4 more where preact is computed again.
-// Limits:  none; float64 computes in float64 by plain loops, everything else in float32.
+// Limits:  none; float64 computes in float64 by plain loops, everything else in float32, with
+//          bfloat16 products where the CPU has them.
 // Source:  own work.
 #include <utility>
 
@@ -15,36 +16,43 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// Panels of 64 columns from src (rows, columns), widened, the last filled up with zeros. Row r of
-// panel p begins at dst + p * panel_size + r * 64.
-template <typename T>
-void pack_panels(const T* src, int64_t src_ld, int64_t rows, int64_t columns, compute_t<T>* dst,
+// Panels of 64 columns of a right operand from src (rows, columns), the last filled up with zeros.
+// Row r of panel p begins at dst + p * panel_size + r * 64; bfloat16: an odd row is followed by
+// zeros.
+template <typename O, typename T>
+void pack_panels(const T* src, int64_t src_ld, int64_t rows, int64_t columns, O* dst,
                  int64_t panel_size) {
   const int64_t whole = columns / kPanel, rest = columns % kPanel;
-  for (int64_t r = 0; r < rows; ++r, src += src_ld, dst += kPanel) {
-    if (r + kAhead < rows) prefetch(src + kAhead * src_ld, columns);
-    for (int64_t p = 0; p < whole; ++p) widen(src + p * kPanel, kPanel, dst + p * panel_size);
+  for (int64_t r = 0; r < rows; r += kPair<O>, src += kPair<O> * src_ld, dst += kPair<O> * kPanel) {
+    for (int64_t i = 0; i < kPair<O>; ++i)
+      if (r + i + kAhead < rows) prefetch(src + (i + kAhead) * src_ld, columns);
+    const auto take = [&](int64_t c, int64_t n, O* out) {
+      if constexpr (std::is_same_v<O, compute_t<T>>)
+        widen(src + c, n, out);
+      else
+        pair_rows(src + c, r + 1 < rows ? src + src_ld + c : nullptr, n, out);
+    };
+    for (int64_t p = 0; p < whole; ++p) take(p * kPanel, kPanel, dst + p * panel_size);
     if (rest == 0) continue;
-    compute_t<T>* last = dst + whole * panel_size;
-    widen(src + whole * kPanel, rest, last);
-    std::fill(last + rest, last + kPanel, compute_t<T>(0));
+    O* last = dst + whole * panel_size;
+    take(whole * kPanel, rest, last);
+    std::fill(last + kPair<O> * rest, last + kPair<O> * kPanel, O(0));
   }
 }
 
-template <typename T, typename C = compute_t<T>>
+template <typename T, typename O>
 void prepare(const FfnBwd& args, int64_t row, int64_t begin, int64_t end) {
   const int64_t E = args.E, Eo = args.Eo, rows = end - begin;
   const T* x = static_cast<const T*>(args.x) + (row + begin) * args.x_stride_m;
   const T* dy = static_cast<const T*>(args.dy) + (row + begin) * args.dy_stride_m;
   if (args.dw1 || args.dgate)
-    pack_panels(x, args.x_stride_m, rows, E, static_cast<C*>(args.x_panels) + begin * kPanel,
+    pack_panels(x, args.x_stride_m, rows, E, static_cast<O*>(args.x_panels) + begin * kPanel,
                 args.block * kPanel);
   if (args.dw2)
-    transpose_widen(dy, args.dy_stride_m, rows, Eo, static_cast<C*>(args.dy_t) + begin,
-                    args.dy_t_ld, rows);
-  if constexpr (!std::is_same_v<T, C>) {
-    C* x_rows = static_cast<C*>(const_cast<void*>(args.x_rows)) + begin * E;
-    C* dy_rows = static_cast<C*>(const_cast<void*>(args.dy_rows)) + begin * Eo;
+    turn_left(dy, args.dy_stride_m, rows, Eo, static_cast<O*>(args.dy_t) + begin, args.dy_t_ld);
+  if constexpr (!std::is_same_v<T, O>) {
+    O* x_rows = static_cast<O*>(const_cast<void*>(args.x_rows)) + begin * E;
+    O* dy_rows = static_cast<O*>(const_cast<void*>(args.dy_rows)) + begin * Eo;
     for (int64_t r = 0; r < rows; ++r) {
       if (!args.preact) widen(x + r * args.x_stride_m, E, x_rows + r * E);
       widen(dy + r * args.dy_stride_m, Eo, dy_rows + r * Eo);
@@ -58,9 +66,9 @@ inline int64_t dp_at(const FfnBwd& args, int64_t row, int64_t feature) {
 }
 
 // Products of rows (rows, k) with panels (k, 64), which leave panels (strip, 64).
-template <typename C>
-void times_panels(const FfnBwd& args, int64_t rows, int64_t k, const C* left, int64_t ld,
-                  const C* panels, int64_t count, C* out) {
+template <typename O, typename C>
+void times_panels(const FfnBwd& args, int64_t rows, int64_t k, const O* left, int64_t ld,
+                  const O* panels, int64_t count, C* out) {
   for (int64_t i = 0; i < rows; i += kFfnRowStep)
     for (int64_t p = 0; p < count; ++p)
       product(std::min(kFfnRowStep, rows - i), kPanel, k, left + i * ld, ld,
@@ -98,30 +106,43 @@ void differentiate(const C* factor, const C* dh, C* p, const C* g, C* dp, C* dg)
   }
 }
 
-template <typename T, typename C = compute_t<T>>
+// The sum of a row of n numbers.
+template <typename C, typename O>
+double sum_row(const O* row, int64_t n, C* room) {
+  if constexpr (std::is_same_v<O, C>) {
+    return sum_lanes<C>(n, [&]<typename V>(int64_t i) { return load<V>(row + i); });
+  } else {
+    widen(row, n, room);
+    return sum_row<C>(room, n, room);
+  }
+}
+
+template <typename T, typename O, typename C = compute_t<T>>
 void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* scratch) {
   const int64_t E = args.E, F = args.F, Eo = args.Eo, strip = args.strip;
   const int64_t n = std::min(args.chunk, F - feature), panels = ceil_div(n, kPanel);
   const auto carve = [&](int64_t elements) { return std::exchange(scratch, scratch + elements); };
+  const auto carve_operand = [&](int64_t elements) { return reinterpret_cast<O*>(carve(elements)); };
   const bool again = !args.preact, needs_dh = args.dx || args.dw1 || args.dgate || args.needs_db1;
-  C *w2 = carve(args.chunk * Eo), *w1 = again ? carve(args.chunk * E) : nullptr;
-  C* gate = again && args.gated ? carve(args.chunk * E) : nullptr;
+  O *w2 = carve_operand(args.chunk * Eo), *w1 = again ? carve_operand(args.chunk * E) : nullptr;
+  O* gate = again && args.gated ? carve_operand(args.chunk * E) : nullptr;
   C *dh = carve(args.chunk * strip), *h = carve(args.chunk * strip);
   C* linear = args.gated ? carve(args.chunk * strip) : nullptr;
   const int64_t t_ld = strip + 16;
-  C *dp_t = carve(args.chunk * t_ld), *dg_t = args.gated ? carve(args.chunk * t_ld) : nullptr;
+  O* dp_t = carve_operand(args.chunk * t_ld);
+  O* dg_t = args.gated ? carve_operand(args.chunk * t_ld) : nullptr;
 
   pack_panels(static_cast<const T*>(args.w2) + feature, F, Eo, n, w2, Eo * kPanel);
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t f = feature + p * kPanel, width = std::min(kPanel, F - f);
     if (w1)
-      transpose_widen(static_cast<const T*>(args.w1) + f * E, E, width, E, w1 + p * E * kPanel,
-                      kPanel, kPanel);
+      turn_right(static_cast<const T*>(args.w1) + f * E, E, width, E, w1 + p * E * kPanel, kPanel,
+                 kPanel);
     if (gate)
-      transpose_widen(static_cast<const T*>(args.gate) + f * E, E, width, E, gate + p * E * kPanel,
-                      kPanel, kPanel);
+      turn_right(static_cast<const T*>(args.gate) + f * E, E, width, E, gate + p * E * kPanel,
+                 kPanel, kPanel);
   }
-  const C *dy = static_cast<const C*>(args.dy_rows), *x = static_cast<const C*>(args.x_rows);
+  const O *dy = static_cast<const O*>(args.dy_rows), *x = static_cast<const O*>(args.x_rows);
   for (int64_t s = 0; s < rows; s += strip) {
     const int64_t m = std::min(strip, rows - s);
     const bool accumulate = row + s > 0;
@@ -131,9 +152,9 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
     if (gate)
       times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, gate, panels, linear);
 
-    C* dp = static_cast<C*>(args.dp) + dp_at(args, s, feature);
-    C* dg = args.gated ? static_cast<C*>(args.dg) + dp_at(args, s, feature) : nullptr;
-    alignas(64) C factors[kPanel];
+    O* dp = static_cast<O*>(args.dp) + dp_at(args, s, feature);
+    O* dg = args.gated ? static_cast<O*>(args.dg) + dp_at(args, s, feature) : nullptr;
+    alignas(64) C factors[kPanel], rounded[2][kPanel];
     std::fill(factors, factors + kPanel, C(1));
     for_activation(args.activation, [&](auto act) {
       for (int64_t r = 0; r < m; ++r) {
@@ -143,7 +164,7 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
         if (stored) stored += at * stored_ld;
         if (stored && r + kAhead < m) prefetch(stored + kAhead * stored_ld + feature, n);
         if (r + kAhead < m)
-          for (int64_t j = 0; j < n; j += kLine<C>)
+          for (int64_t j = 0; j < n; j += kLine<O>)
             __builtin_prefetch(dp + (r + kAhead) * args.dp_ld + j, 1);
         for (int64_t p = 0; p < panels; ++p) {
           const int64_t f = feature + p * kPanel, width = std::min(kPanel, F - f);
@@ -155,41 +176,53 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
           load_preact(stored ? stored + f : nullptr, bias, width, h + in_panel);
           if (args.gated)
             load_preact<T>(stored ? stored + F + f : nullptr, nullptr, width, linear + in_panel);
-          differentiate<decltype(act)>(factors, dh + in_panel, h + in_panel,
-                                       args.gated ? linear + in_panel : nullptr, dp + in_row,
-                                       args.gated ? dg + in_row : nullptr);
+          if constexpr (std::is_same_v<O, C>) {
+            differentiate<decltype(act)>(factors, dh + in_panel, h + in_panel,
+                                         args.gated ? linear + in_panel : nullptr, dp + in_row,
+                                         args.gated ? dg + in_row : nullptr);
+          } else {
+            differentiate<decltype(act)>(factors, dh + in_panel, h + in_panel,
+                                         args.gated ? linear + in_panel : nullptr, rounded[0],
+                                         args.gated ? rounded[1] : nullptr);
+            narrow(rounded[0], kPanel, dp + in_row);
+            if (args.gated) narrow(rounded[1], kPanel, dg + in_row);
+          }
         }
       }
     });
 
-    const C* x_panels = static_cast<const C*>(args.x_panels) + s * kPanel;
-    const auto weights = [&](const C* d, C* d_t, void* sum) {
-      transpose_widen(d, args.dp_ld, m, n, d_t, t_ld, m);
+    const int64_t k = round_up(m, kPair<O>);
+    const O* x_panels = static_cast<const O*>(args.x_panels) + s * kPanel;
+    const auto weights = [&](const O* d, O* d_t, void* sum) {
+      turn_left(d, args.dp_ld, m, n, d_t, t_ld);
       if (!sum) return;
       for (int64_t e = 0; e < E; e += kPanel)
-        product(n, std::min(kPanel, E - e), m, d_t, t_ld, x_panels + e * args.block, kPanel,
+        product(n, std::min(kPanel, E - e), k, d_t, t_ld, x_panels + e * args.block, kPanel,
                 static_cast<C*>(sum) + feature * E + e, E, accumulate);
     };
     if (args.dw1 || args.needs_db1) weights(dp, dp_t, args.dw1_sum);
     if (args.dgate) weights(dg, dg_t, args.dgate_sum);
     if (args.needs_db1)
       for (int64_t j = 0; j < n; ++j) {
-        const double sum =
-            sum_lanes<C>(m, [&]<typename V>(int64_t i) { return load<V>(dp_t + j * t_ld + i); });
+        const double sum = sum_row<C>(dp_t + j * t_ld, m, dh);
         args.db1_sum[feature + j] = accumulate ? args.db1_sum[feature + j] + sum : sum;
       }
-    if (args.dw2)
+    if (!args.dw2) continue;
+    for (int64_t p = 0; p < panels; ++p) {
+      C* values = h + p * strip * kPanel;
+      std::fill(values + m * kPanel, values + k * kPanel, C(0));
+      const O* right = as_right<O>(values, k, kPanel, dh + p * strip * kPanel);
       for (int64_t i = 0; i < Eo; i += kFfnRowStep)
-        for (int64_t p = 0; p < panels; ++p)
-          product(std::min(kFfnRowStep, Eo - i), std::min(kPanel, n - p * kPanel), m,
-                  static_cast<const C*>(args.dy_t) + i * args.dy_t_ld + s, args.dy_t_ld,
-                  h + p * strip * kPanel, kPanel,
-                  static_cast<C*>(args.dw2_sum) + i * F + feature + p * kPanel, F, accumulate);
+        product(std::min(kFfnRowStep, Eo - i), std::min(kPanel, n - p * kPanel), k,
+                static_cast<const O*>(args.dy_t) + i * args.dy_t_ld + s, args.dy_t_ld, right,
+                kPanel, static_cast<C*>(args.dw2_sum) + i * F + feature + p * kPanel, F,
+                accumulate);
+    }
   }
 }
 
-template <typename T, typename C = compute_t<T>>
-void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, C* panels) {
+template <typename T, typename O, typename C = compute_t<T>>
+void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, O* panels) {
   const int64_t E = args.E, F = args.F;
   C* dx = static_cast<C*>(args.dx_sum);
   const auto add = [&](const void* weight, const void* d, int64_t f, int64_t n, bool accumulate) {
@@ -197,7 +230,7 @@ void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, C* panel
     for (int64_t r = begin; r < end; r += kFfnRowStep)
       for (int64_t e = 0; e < E; e += kPanel)
         product(std::min(kFfnRowStep, end - r), std::min(kPanel, E - e), n,
-                static_cast<const C*>(d) + dp_at(args, r, f), args.dp_ld, panels + e * n, kPanel,
+                static_cast<const O*>(d) + dp_at(args, r, f), args.dp_ld, panels + e * n, kPanel,
                 dx + r * E + e, E, accumulate);
   };
   if (F == 0) std::fill(dx + begin * E, dx + end * E, C(0));
@@ -213,22 +246,24 @@ void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, C* panel
 }  // namespace
 
 void ffn_bwd_prepare(const FfnBwd& args, DType dtype, int64_t row, int64_t begin, int64_t end) {
-  for_dtype(dtype, [&](auto zero) { prepare<decltype(zero)>(args, row, begin, end); });
+  for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
+    prepare<decltype(zero), decltype(operand)>(args, row, begin, end);
+  });
 }
 
 void ffn_bwd_hidden(const FfnBwd& args, DType dtype, int64_t row, int64_t rows, int64_t feature,
                     void* scratch) {
-  for_dtype(dtype, [&](auto zero) {
+  for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using T = decltype(zero);
-    hidden<T>(args, row, rows, feature, static_cast<compute_t<T>*>(scratch));
+    hidden<T, decltype(operand)>(args, row, rows, feature, static_cast<compute_t<T>*>(scratch));
   });
 }
 
 void ffn_bwd_input(const FfnBwd& args, DType dtype, int64_t row, int64_t begin, int64_t end,
                    void* scratch) {
-  for_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    input<T>(args, row, begin, end, static_cast<compute_t<T>*>(scratch));
+  for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
+    using O = decltype(operand);
+    input<decltype(zero), O>(args, row, begin, end, static_cast<O*>(scratch));
   });
 }
 

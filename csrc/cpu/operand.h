@@ -53,12 +53,42 @@ inline uint32_t round_bf16(float value) {
   return (bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : rounded;
 }
 
-// Two rows of n numbers, rounded, as one pair of rows of a right operand.
-inline void pair_rows(const float* even, const float* odd, int64_t n, bf16_t* dst) {
+inline uint32_t bf16_bits(float value) { return round_bf16(value) >> 16; }
+inline uint32_t bf16_bits(bf16_t value) { return value.x; }
+
+// Two rows of n numbers, rounded, as one pair of rows of a right operand; no `odd`: zeros.
+template <typename S>
+void pair_rows(const S* even, const S* odd, int64_t n, bf16_t* dst) {
   uint32_t* pairs = reinterpret_cast<uint32_t*>(dst);
+  if (odd) {
 #pragma omp simd
-  for (int64_t j = 0; j < n; ++j)
-    pairs[j] = round_bf16(even[j]) >> 16 | (round_bf16(odd[j]) & 0xFFFF0000u);
+    for (int64_t j = 0; j < n; ++j) pairs[j] = bf16_bits(even[j]) | bf16_bits(odd[j]) << 16;
+  } else {
+    for (int64_t j = 0; j < n; ++j) pairs[j] = bf16_bits(even[j]);
+  }
+}
+
+// A left operand (columns, rows) from src (rows, columns): turned. bfloat16: dst_ld is even, and an
+// odd row is followed by zeros.
+template <typename O, typename S>
+void turn_left(const S* src, int64_t src_ld, int64_t rows, int64_t columns, O* dst,
+               int64_t dst_ld) {
+  if constexpr (!std::is_same_v<O, bf16_t>) {
+    transpose_widen(src, src_ld, rows, columns, dst, dst_ld, rows);
+  } else {
+    constexpr int64_t kRows = 2 * kTransposeBlock, kColumns = 64;
+    alignas(64) bf16_t pairs[kRows * kColumns];
+    for (int64_t r = 0; r < rows; r += kRows)
+      for (int64_t c = 0; c < columns; c += kColumns) {
+        const int64_t m = std::min(kRows, rows - r), n = std::min(kColumns, columns - c);
+        for (int64_t i = 0; i < m; i += 2) {
+          const S* even = src + (r + i) * src_ld + c;
+          pair_rows(even, i + 1 < m ? even + src_ld : nullptr, n, pairs + i * kColumns);
+        }
+        transpose_widen(reinterpret_cast<const float*>(pairs), kColumns, ceil_div(m, 2), n,
+                        reinterpret_cast<float*>(dst + c * dst_ld + r), dst_ld / 2, ceil_div(m, 2));
+      }
+  }
 }
 
 // A right operand (n, ld), n even, of numbers that lie like one: where they lie, or rounded into

@@ -78,7 +78,8 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     w2a = w2.abs()
 
     y = h @ w2.T if b2 is None else h @ w2.T + b2
-    bound = product_bound(y, reach(h, dtype) @ w2a.T, factor @ w2a.T, hidden, dtype, dtype) + h_e @ w2a.T
+    h_a = reach(h, dtype)
+    bound = product_bound(y, h_a @ w2a.T, factor @ w2a.T, hidden, dtype, dtype, h_a.sum(1, True)) + h_e @ w2a.T
     # An outer product of few rows repeats the rounding of a few numbers, and MKL sums single rows in another way.
     fair = rows >= 4 and rows * min(w1.shape[1], *w2.shape) >= 64
     expected = {"y": Expected(y.view(*leading, w2.shape[0]), bound.view(*leading, w2.shape[0]), dtype, fair=fair)}
@@ -90,7 +91,7 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     dya = dy.abs()
     dh = factor * (dy @ w2)
     dh_a = factor * (dya @ w2a)
-    dh_e = 2 * w2.shape[0] ** 0.5 * r.sums * dh_a
+    dh_e = 2 * w2.shape[0] ** 0.5 * r.sums * dh_a + r.flushed * factor * (dya.sum(1, True) + w2a.sum(0))
     flushed = r.tiny if r.narrow else 0.0  # what rounding to fp16 may take from a tiny a
     if inputs.get("activation", "relu") == "relu":
         slope_e = (a.abs() <= 1.1 * ea + flushed).double()  # the kink: rounding may choose either side
@@ -106,26 +107,30 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     dc_a = reach(dc, dtype) + dh.abs() * slope.abs() * a.abs()
     ones = factor
 
-    def product(name: str, value: Tensor, absolute: Tensor, error: Tensor, units: Tensor, length: int) -> None:
+    def product(
+        name: str, value: Tensor, absolute: Tensor, error: Tensor, units: Tensor, others: Tensor | float, length: int
+    ) -> None:
         tensor = inputs[name]
-        bound = product_bound(value, absolute, units, length, dtype, tensor.dtype) + error
+        bound = product_bound(value, absolute, units, length, dtype, tensor.dtype, others) + error
         value, bound, extra = value.view(tensor.shape), bound.view(tensor.shape), walk(rows) if name == "b1" else 0.0
         expected[f"d{name}"] = Expected(value, bound, tensor.dtype, extra=extra, fair=fair)
 
     dx, dx_a, dx_e, dx_1 = da @ w1, da_a @ w1.abs(), da_e @ w1.abs(), ones @ w1.abs()
+    dx_others = da_a.sum(1, True)
     if gate is not None:
         dx, dx_a, dx_e = dx + dc @ gate, dx_a + dc_a @ gate.abs(), dx_e + dc_e @ gate.abs()
         dx_1 = dx_1 + ones @ gate.abs()
-        product("gate", dc.T @ x, dc_a.T @ xa, dc_e.T @ xa, ones.T @ xa, rows)
-    product("x", dx, dx_a, dx_e, dx_1, max(hidden, w2.shape[0]))
-    product("w1", da.T @ x, da_a.T @ xa, da_e.T @ xa, ones.T @ xa, max(rows, w2.shape[0]))
+        dx_others = dx_others + dc_a.sum(1, True)
+        product("gate", dc.T @ x, dc_a.T @ xa, dc_e.T @ xa, ones.T @ xa, dc_a.sum(0)[:, None], rows)
+    product("x", dx, dx_a, dx_e, dx_1, dx_others, max(hidden, w2.shape[0]))
+    product("w1", da.T @ x, da_a.T @ xa, da_e.T @ xa, ones.T @ xa, da_a.sum(0)[:, None], max(rows, w2.shape[0]))
     if b1 is not None:
-        product("b1", da.sum(0), da_a.sum(0), da_e.sum(0), ones.sum(0), max(rows, w2.shape[0]))
-    h_a, h_1 = reach(h, dtype), ones
+        product("b1", da.sum(0), da_a.sum(0), da_e.sum(0), ones.sum(0), 0.0, max(rows, w2.shape[0]))
+    h_1 = ones
     if kept:
         h_1 = ones * (1 + slope.abs() * c.abs() + act.abs())
         h_a = h_a + factor * (slope.abs() * a.abs() * c.abs() + (0 if gate is None else act.abs() * c.abs()))
-    product("w2", dy.T @ h, dya.T @ h_a, dya.T @ h_e, dya.T @ h_1, rows)
+    product("w2", dy.T @ h, dya.T @ h_a, dya.T @ h_e, dya.T @ h_1, h_a.sum(0), rows)
     if b2 is not None:
         db2 = dy.sum(0)
         bound = sum_bound(db2, dya.sum(0), rows, dtype, inputs["b2"].dtype)
@@ -150,7 +155,8 @@ def eager(op: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _score_error(r, x: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
     wa = weight.abs()
-    return 2 * max(x.shape[1], 1) ** 0.5 * r.sums * (x.abs() @ wa.T + bias) + 2.0**-126 * (1 + wa.sum(1))
+    tiny = 2.0**-126 * (1 + wa.sum(1)) + r.flushed * x.abs().sum(1, True)
+    return 2 * max(x.shape[1], 1) ** 0.5 * r.sums * (x.abs() @ wa.T + bias) + tiny
 
 
 def factor_of(inputs: Mapping[str, Any], rows: int, hidden: int, device: torch.device) -> Tensor:

@@ -18,16 +18,19 @@ class Rounding:
             may be flushed to zero).
         sums: unit roundoff of the type that statistics and sums are kept in.
         narrow: whether the type has 16 bits, so that kernels round operands to it between two products.
+        flushed: the size below which an operand of a product may count as 0: processors' bfloat16 products (AMX,
+            AVX512_BF16) take subnormal operands for 0.
     """
 
     unit: float
     tiny: float
     sums: float
     narrow: bool
+    flushed: float = 0.0
 
 
 _ROUNDINGS = {
-    torch.bfloat16: Rounding(2.0**-8, 2.0**-126, 2.0**-24, True),
+    torch.bfloat16: Rounding(2.0**-8, 2.0**-126, 2.0**-24, True, 2.0**-126),
     torch.float16: Rounding(2.0**-11, 2.0**-25, 2.0**-24, True),
     torch.float32: Rounding(2.0**-24, 2.0**-126, 2.0**-24, False),
     # R itself is computed in float64, so its error counts as well: twice the unit.
@@ -69,7 +72,13 @@ def reach(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def product_bound(
-    value: Tensor, absolute: Tensor, ones: Tensor | float, length: int, dtype: torch.dtype, stored: torch.dtype
+    value: Tensor,
+    absolute: Tensor,
+    ones: Tensor | float,
+    length: int,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    others: Tensor | float = 0.0,
 ) -> Tensor:
     """C1 for a result that is a sum of products of rounded factors.
 
@@ -80,13 +89,14 @@ def product_bound(
         length: how many terms the longest sum behind it has.
         dtype: the type that factors are rounded to in between.
         stored: the type of the result.
+        others: the sum of the absolute factors with 1 in place of the one that is read as it is stored.
 
     Returns:
         The bound, of the shape of ``value``.
     """
     r, s = rounding(dtype), rounding(stored)
     if r.narrow:
-        return s.unit * value.abs() + r.unit * absolute + r.tiny * (1 + ones)
+        return s.unit * value.abs() + r.unit * absolute + r.tiny * (1 + ones) + r.flushed * others
     return summing(value, value.abs() + absolute, length, r) + r.tiny * (1 + ones)
 
 
