@@ -111,10 +111,11 @@ def sanitize(tool: str, stem: str, room: Room, sharing: int = 1) -> dict[str, An
     words = done.stdout + done.stderr
     if done.returncode == 0 and "ran every branch" in words:
         return {}
-    if any(sign in words for sign in _UNUSABLE):
-        return {"state": UNAVAILABLE, "why": next(line for line in words.splitlines() if _says(line))[:300]}
+    if _unusable(words):
+        return {"state": UNAVAILABLE, "why": next(line for line in words.splitlines() if _unusable(line))[:300]}
     return {"state": RED, "why": words[-2000:]}
 
 
-def _says(line: str) -> bool:
-    return any(sign in line for sign in _UNUSABLE)
+def _unusable(words: str) -> bool:
+    """Whether compute-sanitizer says that it cannot run here."""
+    return any(sign in words for sign in _UNUSABLE)
