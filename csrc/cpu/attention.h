@@ -31,7 +31,8 @@ struct AttentionArgs {
   int64_t lse_stride_b = 0, lse_stride_h = 0;
   double scale = 1.0;
   Dropout dropout;
-  int64_t row_step = 0;  // dropout rows per head
+  int64_t row_step = 0;     // dropout rows per head
+  bool bf16_tiles = false;  // bfloat16 is multiplied as it is stored
 };
 
 // One sequence of the batch, with its band measured from its top-left corner.
@@ -82,7 +83,7 @@ const T* at_head(const AttentionView& view, const Sequence& s, int64_t h, int64_
          row * view.stride_t;
 }
 
-// out[i] = in[i * stride], widened.
+// out[i] = in[i * stride], widened unless out has the type of in.
 template <typename T, typename C>
 void load_row(const T* in, int64_t stride, int64_t n, C* out) {
   if (stride == 1 && std::is_same_v<C, compute_t<T>>) {

@@ -188,14 +188,14 @@ void factors_of(const AttentionArgs& a, const Sequence& s, int64_t h, const Colu
 
 // Rows begin..begin+n-1 of the columns' keys or values as (n, width) with leading dimension ld,
 // dead ones as zeros.
-template <typename T>
+template <typename T, typename O>
 void load_columns(const AttentionView& view, const Sequence& s, int64_t kv, const Columns& columns,
-                  int64_t begin, int64_t n, int64_t width, compute_t<T>* out, int64_t ld) {
+                  int64_t begin, int64_t n, int64_t width, O* out, int64_t ld) {
   auto at = [&](int64_t c) { return at_head<T>(view, s, kv, s.k0 + columns.key(c)); };
   for (int64_t c = begin; c < begin + n; ++c, out += ld) {
     if (c + kAhead < begin + n) prefetch(at(c + kAhead), width);
     if (columns.alive && !columns.alive[c])
-      std::fill_n(out, width, compute_t<T>(0));
+      std::fill_n(out, width, O(0));
     else
       load_row(at(c), view.stride_d, width, out);
   }

@@ -39,8 +39,10 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
   const int64_t threads =
       work < (a.queries == 1 ? kSerialWork / 8 : kSerialWork) ? 1 : at::get_num_threads();
   pick_config(a, threads);
-  const int64_t bytes = call.dtype == DType::f64 ? AttentionFwdScratch<double>(a, nullptr).bytes
-                                                 : AttentionFwdScratch<float>(a, nullptr).bytes;
+  a.bf16_tiles = takes_bf16_tiles(call.dtype, {a.d});
+  const int64_t bytes = for_operands(call.dtype, a.bf16_tiles, [&](auto zero, auto operand) {
+    return AttentionFwdScratch<compute_t<decltype(zero)>, decltype(operand)>(a, nullptr).bytes;
+  });
   call.run(threads, bytes, [&](std::atomic<int64_t>& next, char* scratch) {
     TFM_KERNEL(attention_fwd)(a, call.dtype, next, scratch);
   });

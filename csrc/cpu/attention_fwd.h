@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "attention_columns.h"
+#include "operand.h"
 
 namespace tfm_kernels {
 
@@ -28,11 +29,13 @@ struct Blocks {
   int64_t width[kMost];               // the same or a few more: a multiple of 16
 };
 
-// Where a worker's matrices lie; `bytes` in all.
-template <typename C>
+// Where a worker's matrices lie; `bytes` in all. Operands of products are of type O.
+template <typename C, typename O>
 struct AttentionFwdScratch {
-  C *k_panels, *v_panels;  // the head's keys, transposed, and values
-  C *q, *s, *out;          // the tile's queries, scores and output rows
+  O *k_panels, *v_panels;  // the head's keys, transposed, and values
+  O* q;                    // the tile's queries
+  C *s, *out;              // the tile's scores and output rows
+  O* p;                    // the weights as an operand, where scores are none
   C *sums, *tops;          // (rows) sum of the weights so far; largest score so far
   C* factors;              // dropout's of a row, and room to gather them
   int64_t *begins, *ends;  // (rows) the columns that a row may see
@@ -42,11 +45,12 @@ struct AttentionFwdScratch {
   AttentionFwdScratch(const AttentionFwd& a, const void* data) {
     const int64_t keys = round_up(a.keys, kPanel), dv = round_up(a.dv, 16);
     Scratch scratch(data);
-    k_panels = scratch.take<C>(keys * a.d);
-    v_panels = scratch.take<C>(keys * dv);
-    q = scratch.take<C>(std::max<int64_t>(a.rows, 64) * a.d);
+    k_panels = scratch.take<O>(keys * a.d);
+    v_panels = scratch.take<O>(keys * dv);
+    q = scratch.take<O>(std::max<int64_t>(a.rows, 64) * a.d);
     s = scratch.take<C>(a.rows * a.tile);
     out = scratch.take<C>(a.rows * dv);
+    p = scratch.take<O>(std::is_same_v<O, C> ? 0 : a.rows * a.tile);
     sums = scratch.take<C>(a.rows);
     tops = scratch.take<C>(a.rows);
     factors = scratch.take<C>(a.dropout.active() ? a.tile + keys : 0);

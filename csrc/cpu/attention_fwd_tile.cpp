@@ -6,7 +6,8 @@
 // Traffic: reads q once, k and v once per head and worker; writes out and lse once. 4 Tq Tk D
 //          operations per head, fewer where keys are hidden: keys that no row sees are not packed,
 //          blocks of 64 keys that a tile does not see are skipped.
-// Limits:  none; float64 computes in float64 by plain loops, everything else in float32.
+// Limits:  none; float64 computes in float64 by plain loops, everything else in float32, with
+//          bfloat16 products where the CPU has them.
 // Source:  own work, after Dao 2023, arXiv:2307.08691, algorithm 1.
 #include "attention_fwd.h"
 #include "attention_one_query.h"
@@ -17,7 +18,7 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-template <typename T>
+template <typename T, typename O>
 class Worker {
   using C = compute_t<T>;
   static constexpr double kLog2E = 1.4426950408889634;
@@ -62,17 +63,17 @@ class Worker {
     }
     for (int64_t c = 0; c < columns.count; c += kPanel) {
       const int64_t n = std::min(kPanel, columns.count - c);
-      C* panel = mem.k_panels + c * a.d;  // (D, kPanel)
-      const C* rows = mem.q;
+      O* panel = mem.k_panels + c * a.d;  // (D, kPanel)
+      const O* rows = mem.q;
       int64_t step = a.d;
-      if constexpr (std::is_same_v<T, C>) {
-        if (direct) {
+      if constexpr (std::is_same_v<T, O>) {
+        if (direct && a.k.stride_t % kPair<O> == 0) {
           rows = at_head<T>(a.k, s, kv, s.k0 + columns.key(c));
           step = a.k.stride_t;
         }
       }
       if (rows == mem.q) load_columns<T>(a.k, s, kv, columns, c, n, a.d, mem.q, a.d);
-      transpose_widen(rows, step, n, a.d, panel, kPanel, round_up(n, 16));
+      turn_right(rows, step, n, a.d, panel, kPanel, round_up(n, 16));
     }
     if constexpr (std::is_same_v<T, C>) {
       // for few tiles of queries a copy, which lies better in the cache, does not pay
@@ -82,20 +83,37 @@ class Worker {
       }
     }
     for (int64_t e = 0; e < a.dv; e += kPanel) {
-      const int64_t width = std::min(kPanel, a.dv - e), ld = std::min(kPanel, dv_pad - e);
-      C* panel = mem.v_panels + e * padded;  // (columns, ld)
       AttentionView part = a.v;
       part.data = static_cast<const T*>(a.v.data) + e * a.v.stride_d;
+      take_values(part, kv, std::min(kPanel, a.dv - e), std::min(kPanel, dv_pad - e),
+                  mem.v_panels + e * padded);
+    }
+  }
+
+  // A panel (columns, ld) of values that are `width` wide.
+  void take_values(const AttentionView& part, int64_t kv, int64_t width, int64_t ld, O* panel) {
+    const int64_t filled = round_up(columns.count, 16);
+    if constexpr (std::is_same_v<O, C>) {
       load_columns<T>(part, s, kv, columns, 0, columns.count, width, panel, ld);
       for (int64_t c = 0; c < columns.count && width < ld; ++c)
-        std::fill(panel + c * ld + width, panel + (c + 1) * ld, C(0));
-      std::fill(panel + columns.count * ld, panel + round_up(columns.count, 16) * ld, C(0));
+        std::fill(panel + c * ld + width, panel + (c + 1) * ld, O(0));
+      std::fill(panel + columns.count * ld, panel + filled * ld, O(0));
+    } else {
+      alignas(64) O rows[kPanel * kPanel];
+      std::fill_n(rows, kPanel * kPanel, O(0));
+      for (int64_t c = 0; c < filled; c += kPanel) {
+        const int64_t n = std::min(kPanel, columns.count - c), m = std::min(kPanel, filled - c);
+        load_columns<T>(part, s, kv, columns, c, n, width, rows, ld);
+        std::fill(rows + n * ld, rows + m * ld, O(0));
+        for (int64_t i = 0; i < m; i += 2)
+          pair_rows(rows + i * ld, rows + (i + 1) * ld, ld, panel + (c + i) * ld);
+      }
     }
   }
 
   // Whether the columns' rows of keys or values can be used where they lie.
   bool direct_rows(const AttentionView& view) const {
-    return std::is_same_v<T, C> && view.stride_d == 1 && !columns.index && !columns.alive;
+    return std::is_same_v<T, O> && view.stride_d == 1 && !columns.index && !columns.alive;
   }
 
   // Rows first..first+n-1 against all their keys.
@@ -143,7 +161,7 @@ class Worker {
   void take_queries() {
     q = mem.q;
     q_step = a.d;
-    if constexpr (std::is_same_v<T, C>) {
+    if constexpr (std::is_same_v<T, O>) {
       if (a.q.stride_d == 1 && m == count) {
         const int64_t next = row0 + a.chunks * a.rows;
         for (int64_t r = next; r < std::min(next + a.rows, s.tq); ++r)
@@ -155,7 +173,7 @@ class Worker {
     }
     for (int64_t r = 0; r < count; ++r)
       load_row(at_head<T>(a.q, s, h, s.q0 + row0 + r), a.q.stride_d, a.d, mem.q + r * a.d);
-    std::fill(mem.q + count * a.d, mem.q + m * a.d, C(0));
+    std::fill(mem.q + count * a.d, mem.q + m * a.d, O(0));
   }
 
   // A.1 into mem.s, masked.
@@ -163,10 +181,12 @@ class Worker {
     for (int64_t i = 0; i < blocks.count; ++i) {
       const int64_t c = blocks.first[i], w = blocks.width[i];
       C* x = mem.s + i * kPanel;
-      if (k_direct)
-        dots(q, k_direct + c * a.k.stride_t, a.k.stride_t, a.d, blocks.real[i], w, x);
-      else
+      if (k_direct) {
+        if constexpr (std::is_same_v<O, C>)
+          dots(q, k_direct + c * a.k.stride_t, a.k.stride_t, a.d, blocks.real[i], w, x);
+      } else {
         gemm_tile(m, w, a.d, q, q_step, mem.k_panels + c * a.d, kPanel, x, a.tile, false);
+      }
       if (plain && !columns.elementwise && all_from <= c && c + w <= all_to) continue;
       for (int64_t r = 0; r < count; ++r, x += a.tile) {
         if (!plain)
@@ -198,16 +218,22 @@ class Worker {
           const int64_t n = blocks.real[i];
           factors_of(a, s, h, columns, row0 + r, blocks.first[i], n, mem.factors,
                      mem.factors + a.tile);
-          for (int64_t j = 0; j < n; ++j) x[i * kPanel + j] *= mem.factors[j];
+          for (int64_t j = 0; j < n; ++j)
+            x[i * kPanel + j] = mem.factors[j] == C(0) ? C(0) : x[i * kPanel + j];
         }
+      as_left(x, w, mem.p + r * a.tile);
     }
   }
 
-  // A.4: mem.out += mem.s v, one product per run of neighbouring blocks.
+  // A.4: mem.out += weights v, one product per run of neighbouring blocks.
   void values(const Blocks& blocks, bool accumulate) {
-    if (k_direct) {
-      if (!accumulate) std::fill_n(mem.out, dv_pad, C(0));
-      return sum_values(blocks, mem.s, v_direct, a.v.stride_t, a.dv, mem.out);
+    const O* weights = mem.p;
+    if constexpr (std::is_same_v<O, C>) {
+      weights = mem.s;
+      if (k_direct) {
+        if (!accumulate) std::fill_n(mem.out, dv_pad, C(0));
+        return sum_values(blocks, mem.s, v_direct, a.v.stride_t, a.dv, mem.out);
+      }
     }
     for (int64_t i = 0; i < blocks.count;) {
       int64_t end = i + 1;
@@ -217,7 +243,7 @@ class Worker {
       for (int64_t e = 0; e < a.dv; e += kPanel) {
         const int64_t n = std::min(kPanel, dv_pad - e);
         const int64_t ld = v_direct ? a.v.stride_t : n;
-        const C *p = mem.s + i * kPanel, *v = v_direct ? v_direct + e : mem.v_panels + e * padded;
+        const O *p = weights + i * kPanel, *v = v_direct ? v_direct + e : mem.v_panels + e * padded;
         v += blocks.first[i] * ld;
         if (whole) gemm_tile(m, n, whole, p, a.tile, v, ld, mem.out + e, dv_pad, accumulate);
         if (whole < k)
@@ -233,10 +259,12 @@ class Worker {
     T* out = static_cast<T*>(const_cast<void*>(a.out.data)) + s.b * a.out.stride_b +
              h * a.out.stride_h + (s.q0 + row0) * a.out.stride_t;
     C* lse = static_cast<C*>(a.lse) + lse_at(a, s, h, row0);
+    const C kept = a.dropout.active() ? static_cast<C>(a.dropout.scale) : C(1);
     for (int64_t r = 0; r < count; ++r) {
       C* row = mem.out + r * dv_pad;
       const bool sees = mem.sums[r] != C(0);
-      const C inverse = sees ? C(1) / mem.sums[r] : C(0);
+      // dropout's scale comes last: a largest weight of 1 stays one when it is rounded
+      const C inverse = sees ? kept / mem.sums[r] : C(0);
       for (int64_t e = 0; e < a.dv; ++e) row[e] = sees ? row[e] * inverse : C(0);
       store_row<T>(row, a.dv, out + r * a.out.stride_t, a.out.stride_d);
       lse[r] = sees ? static_cast<C>(static_cast<double>(mem.tops[r]) * (plain ? a.scale : 1.0) +
@@ -264,11 +292,11 @@ class Worker {
   const bool plain;  // the scale waits until the maximum is subtracted
   const int64_t dv_pad;
   const C log2_step;
-  const AttentionFwdScratch<C> mem;
+  const AttentionFwdScratch<C, O> mem;
   Sequence s{-1, 0, 0, 0, 0, 0, 0, 0};
   Columns columns;
-  const C *k_direct = nullptr, *v_direct = nullptr;  // keys and values that are used where they lie
-  const C* q = nullptr;                              // the tile's queries, q_step apart
+  const O *k_direct = nullptr, *v_direct = nullptr;  // keys and values that are used where they lie
+  const O* q = nullptr;                              // the tile's queries, q_step apart
   int64_t q_step = 0, all_from = 0, all_to = 0;  // columns from all_from to all_to: every row sees
   int64_t h = 0, packed = -1, padded = 0, row0 = 0, count = 0, m = 0;
 };
@@ -277,8 +305,8 @@ class Worker {
 
 void attention_fwd(const AttentionFwd& args, DType dtype, std::atomic<int64_t>& next,
                    char* scratch) {
-  for_dtype(dtype, [&](auto zero) {
-    Worker<decltype(zero)> worker(args, scratch);
+  for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
+    Worker<decltype(zero), decltype(operand)> worker(args, scratch);
     const int64_t units = args.batch * args.heads * args.chunks;
     for (int64_t u = next++; u < units; u = next++) worker.unit(u);
   });

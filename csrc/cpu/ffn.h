@@ -5,12 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
-#include <initializer_list>
-
 #include "../check.h"
 #include "activation.h"
-#include "gemm.h"
 #include "layer_norm.h"
 
 namespace tfm_kernels {
@@ -50,13 +46,6 @@ struct FfnShape {
 // x itself, or a copy where its columns do not lie side by side.
 inline at::Tensor unit_rows(const at::Tensor& x) {
   return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
-}
-
-// Whether the tiles of a call multiply bfloat16 as it is stored: pairs of neighbours need `even`
-// numbers to be even.
-inline bool bf16_tiles(at::ScalarType dtype, std::initializer_list<int64_t> even) {
-  return dtype == at::kBFloat16 && has_bf16_tiles() &&
-         std::all_of(even.begin(), even.end(), [](int64_t n) { return n % 2 == 0; });
 }
 
 inline OptionalTensor contiguous(const OptionalTensor& t) {

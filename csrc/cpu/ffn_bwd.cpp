@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "ffn.h"
-#include "gemm.h"
+#include "operand.h"
 
 namespace tfm_kernels {
 namespace {
@@ -173,7 +173,7 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   args.Eo = Eo;
   args.gated = gate.has_value();
   args.needs_db1 = need_b1;
-  args.bf16_tiles = bf16_tiles(x.scalar_type(), {E, F, Eo});
+  args.bf16_tiles = takes_bf16_tiles(dtype_of(x.scalar_type()), {E, F, Eo});
   args.activation = static_cast<Activation>(activation);
   args.dropout = check_dropout(dropout_p, seed, kOp);
   args.dropout_rows = check_rows(dropout_rows, M, kOp);

@@ -122,7 +122,9 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
   const int64_t E = args.E, F = args.F, Eo = args.Eo, strip = args.strip;
   const int64_t n = std::min(args.chunk, F - feature), panels = ceil_div(n, kPanel);
   const auto carve = [&](int64_t elements) { return std::exchange(scratch, scratch + elements); };
-  const auto carve_operand = [&](int64_t elements) { return reinterpret_cast<O*>(carve(elements)); };
+  const auto carve_operand = [&](int64_t elements) {
+    return reinterpret_cast<O*>(carve(elements));
+  };
   const bool again = !args.preact, needs_dh = args.dx || args.dw1 || args.dgate || args.needs_db1;
   O *w2 = carve_operand(args.chunk * Eo), *w1 = again ? carve_operand(args.chunk * E) : nullptr;
   O* gate = again && args.gated ? carve_operand(args.chunk * E) : nullptr;
@@ -211,7 +213,7 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
     for (int64_t p = 0; p < panels; ++p) {
       C* values = h + p * strip * kPanel;
       std::fill(values + m * kPanel, values + k * kPanel, C(0));
-      const O* right = as_right<O>(values, k, kPanel, dh + p * strip * kPanel);
+      const O* right = as_right(values, k, kPanel, reinterpret_cast<O*>(dh + p * strip * kPanel));
       for (int64_t i = 0; i < Eo; i += kFfnRowStep)
         product(std::min(kFfnRowStep, Eo - i), std::min(kPanel, n - p * kPanel), k,
                 static_cast<const O*>(args.dy_t) + i * args.dy_t_ld + s, args.dy_t_ld, right,

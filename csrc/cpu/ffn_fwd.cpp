@@ -142,7 +142,8 @@ void run_task(const FfnFwd& args, int64_t tile, int64_t segment, C* y, C* scratc
     activate<T>(args, row, rows, f, n, ld, hidden, linear);
     if (args.dropout.active()) drop(args.dropout, numbers, f, n, ld, hidden);
     weights_product(Eo, ld, n, static_cast<const T*>(args.w2) + f, F,
-                    as_right<O>(hidden, n, ld, wide), ld, y, ld, f > first, wide);
+                    as_right(hidden, n, ld, reinterpret_cast<O*>(wide)), ld, y, ld, f > first,
+                    wide);
   }
 }
 
@@ -226,6 +227,7 @@ std::tuple<at::Tensor, at::Tensor> ffn_fwd_cpu(
       save_preact ? at::empty({M, gate ? 2 * F : F}, x.options()) : at::empty({0}, x.options());
   if (M == 0) return {y, preact};
 
+  const DType dtype = dtype_of(x.scalar_type());
   FfnFwd args{};
   args.x = rows.const_data_ptr();
   args.x_stride_m = rows.stride(0);
@@ -241,14 +243,13 @@ std::tuple<at::Tensor, at::Tensor> ffn_fwd_cpu(
   args.E = shape.E;
   args.F = F;
   args.Eo = Eo;
-  args.bf16_tiles = bf16_tiles(x.scalar_type(), {shape.E, F, args.x_stride_m});
+  args.bf16_tiles = takes_bf16_tiles(dtype, {shape.E, F, args.x_stride_m});
   args.activation = static_cast<Activation>(activation);
   args.dropout = check_dropout(dropout_p, seed, kOp);
   args.dropout_rows = check_rows(dropout_rows, M, kOp);
   args.tiling = pick_tiling(M, F, args.bf16_tiles, at::get_num_threads());
 
   const auto& tiling = args.tiling;
-  const DType dtype = dtype_of(x.scalar_type());
   const int64_t tasks = tiling.tiles * tiling.segments;
   const int64_t workers = std::min<int64_t>(tasks, at::get_num_threads());
   const int64_t share = Eo * tiling.rows, room = ffn_fwd_scratch(args);

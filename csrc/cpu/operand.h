@@ -7,6 +7,7 @@
 #pragma once
 #include <algorithm>
 #include <bit>
+#include <initializer_list>
 
 #include "gemm.h"
 #include "transpose.h"
@@ -16,6 +17,13 @@ namespace tfm_kernels {
 
 template <typename O>
 constexpr int64_t kPair = std::is_same_v<O, bf16_t> ? 2 : 1;
+
+// Whether the tiles of a call multiply bfloat16 as it is stored: neighbours that become a pair are
+// `even` in number.
+inline bool takes_bf16_tiles(DType dtype, std::initializer_list<int64_t> even) {
+  return dtype == DType::bf16 && has_bf16_tiles() &&
+         std::all_of(even.begin(), even.end(), [](int64_t n) { return n % 2 == 0; });
+}
 
 // Calls `body` with a value of the storage type that `dtype` names and one of its operands' type.
 template <typename Body>
@@ -91,17 +99,28 @@ void turn_left(const S* src, int64_t src_ld, int64_t rows, int64_t columns, O* d
   }
 }
 
-// A right operand (n, ld), n even, of numbers that lie like one: where they lie, or rounded into
-// `room`.
+// n numbers as part of a left operand: where they lie, or rounded into `room`.
 template <typename O, typename C>
-const O* as_right(const C* values, int64_t n, int64_t ld, [[maybe_unused]] C* room) {
+const O* as_left(const C* values, [[maybe_unused]] int64_t n, [[maybe_unused]] O* room) {
   if constexpr (std::is_same_v<O, C>) {
     return values;
   } else {
-    O* pairs = reinterpret_cast<O*>(room);
+    narrow(values, n, room);
+    return room;
+  }
+}
+
+// A right operand (n, ld), n even, of numbers that lie row-major: where they lie, or rounded into
+// `room`.
+template <typename O, typename C>
+const O* as_right(const C* values, [[maybe_unused]] int64_t n, [[maybe_unused]] int64_t ld,
+                  [[maybe_unused]] O* room) {
+  if constexpr (std::is_same_v<O, C>) {
+    return values;
+  } else {
     for (int64_t i = 0; i < n; i += 2)
-      pair_rows(values + i * ld, values + (i + 1) * ld, ld, pairs + i * ld);
-    return pairs;
+      pair_rows(values + i * ld, values + (i + 1) * ld, ld, room + i * ld);
+    return room;
   }
 }
 
