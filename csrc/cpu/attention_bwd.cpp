@@ -99,8 +99,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
     a.dq_parts = parts.mutable_data_ptr();
     a.part_stride = parts.stride(0);
   }
-  const int64_t bytes = call.dtype == DType::f64 ? AttentionBwdScratch<double>(a, nullptr).bytes
-                                                 : AttentionBwdScratch<float>(a, nullptr).bytes;
+  a.bf16_tiles = takes_bf16_tiles(call.dtype, {a.d, a.dv});
+  const int64_t bytes = for_operands(call.dtype, a.bf16_tiles, [&](auto zero, auto operand) {
+    return AttentionBwdScratch<compute_t<decltype(zero)>, decltype(operand)>(a, nullptr).bytes;
+  });
   call.run(threads, bytes, [&](std::atomic<int64_t>& next, char* scratch) {
     TFM_KERNEL(attention_bwd)(a, call.dtype, next, scratch);
   });

@@ -8,7 +8,8 @@
 // Traffic: reads q, k, v, out, dout, lse once per unit, writes dq, dk, dv once; 10 Tq Tk D
 //          operations per head, fewer where keys are hidden. Where units split the keys of a head,
 //          each writes a dq of its own, and the host adds them up.
-// Limits:  none; float64 computes in float64 by plain loops, everything else in float32.
+// Limits:  none; float64 computes in float64 by plain loops, everything else in float32, with
+//          bfloat16 products where the CPU has them.
 // Source:  own work, after Dao 2023, arXiv:2307.08691, algorithm 2.
 #include "attention_bwd_rows.h"
 #include "attention_bwd_weights.h"
@@ -17,7 +18,7 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-template <typename T>
+template <typename T, typename O>
 class Worker {
   using C = compute_t<T>;
   using V = at::vec::Vectorized<C>;
@@ -81,9 +82,9 @@ class Worker {
     load_columns<T>(a.k, s, kv, columns, c, count, a.d, mem.k, a.d);
     load_columns<T>(a.v, s, kv, columns, c, count, a.dv, mem.v, a.dv);
     const int64_t padded = padded_keys(count);
-    std::fill(mem.k + count * a.d, mem.k + padded * a.d, C(0));
-    std::fill(mem.v + count * a.dv, mem.v + padded * a.dv, C(0));
-    transpose_widen(mem.k, a.d, padded, a.d, mem.k_t, a.tile, padded);
+    std::fill(mem.k + count * a.d, mem.k + padded * a.d, O(0));
+    std::fill(mem.v + count * a.dv, mem.v + padded * a.dv, O(0));
+    turn_left(mem.k, a.d, padded, a.d, mem.k_t, a.tile);
   }
 
   // The part of the tile that rows i.. of a panel see: its first column and how many, both
@@ -155,13 +156,18 @@ class Worker {
     else
       weights<true, false>(mem, part, a.scale, i);
     if (!started) start();
+    const int64_t n = part.padded_width * kPanel;
+    const O *p = as_left(mem.p, n, mem.p_left), *dx = as_left(mem.dx, n, mem.dx_left);
+    const O* right = as_right(mem.dx, part.padded_width, kPanel, mem.dx_right);
     for (int64_t e = 0; e < dv_pad; e += kPanel)
-      gemm_tile(part.padded_width, std::min(kPanel, dv_pad - e), part.lanes, mem.p, kPanel,
-                mem.dout + i * dv_pad + e, dv_pad, mem.dv + part.begin * dv_pad + e, dv_pad, true);
+      gemm_tile(part.padded_width, std::min(kPanel, dv_pad - e), part.lanes, p, kPanel,
+                mem.dout + i * dv_pad + kPair<O> * e, dv_pad, mem.dv + part.begin * dv_pad + e,
+                dv_pad, true);
     for (int64_t e = 0; e < d_pad; e += kPanel)
-      gemm_tile(part.padded_width, std::min(kPanel, d_pad - e), part.lanes, mem.dx, kPanel,
-                mem.q + i * d_pad + e, d_pad, mem.dk + part.begin * d_pad + e, d_pad, true);
-    gemm_tile(a.d, part.lanes, part.padded_width, mem.k_t + part.begin, a.tile, mem.dx, kPanel,
+      gemm_tile(part.padded_width, std::min(kPanel, d_pad - e), part.lanes, dx, kPanel,
+                mem.q + i * d_pad + kPair<O> * e, d_pad, mem.dk + part.begin * d_pad + e, d_pad,
+                true);
+    gemm_tile(a.d, part.lanes, part.padded_width, mem.k_t + part.begin, a.tile, right, kPanel,
               mem.dq_t + i * a.d, kPanel, true);
     if (a.dbias) add_dbias(i);
   }
@@ -231,8 +237,10 @@ class Worker {
     }
   }
 
-  void give_row(int64_t j, C* dk_row, const C* dv_row) {
+  void give_row(int64_t j, C* dk_row, C* dv_row) {
+    const C kept = a.dropout.active() ? static_cast<C>(a.dropout.scale) : C(1);
     for (int64_t e = 0; e < a.d; ++e) dk_row[e] *= static_cast<C>(a.scale);
+    for (int64_t e = 0; e < a.dv; ++e) dv_row[e] *= kept;
     store_row<T>(dk_row, a.d, const_cast<T*>(at_head<T>(a.dk, s, kv, s.k0 + j)), a.dk.stride_d);
     store_row<T>(dv_row, a.dv, const_cast<T*>(at_head<T>(a.dv_out, s, kv, s.k0 + j)),
                  a.dv_out.stride_d);
@@ -241,7 +249,7 @@ class Worker {
   static constexpr C kFar = 65536;
   const AttentionBwd& a;
   const int64_t d_pad, dv_pad;
-  const AttentionBwdScratch<C> mem;
+  const AttentionBwdScratch<C, O> mem;
   Sequence s{-1, 0, 0, 0, 0, 0, 0, 0};
   Columns columns;
   int64_t h = 0, kv = 0, split = 0;
@@ -255,8 +263,8 @@ class Worker {
 
 void attention_bwd(const AttentionBwd& args, DType dtype, std::atomic<int64_t>& next,
                    char* scratch) {
-  for_dtype(dtype, [&](auto zero) {
-    Worker<decltype(zero)> worker(args, scratch);
+  for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
+    Worker<decltype(zero), decltype(operand)> worker(args, scratch);
     const int64_t units = args.batch_units * args.head_units * args.splits;
     for (int64_t u = next++; u < units; u = next++) worker.unit(u);
   });

@@ -29,7 +29,8 @@ struct Weights {
   static constexpr C kUnit = kExtras ? C(1) : kLog2E;
   V step, shift, first, end, column{C(0)};
 
-  Weights(const AttentionBwdScratch<C>& mem, const Part& part, double scale, int64_t i)
+  template <typename O>
+  Weights(const AttentionBwdScratch<C, O>& mem, const Part& part, double scale, int64_t i)
       : step(static_cast<C>(scale) * kUnit), shift(V::loadu(mem.lse + i) * V(kUnit)) {
     if constexpr (kMasked) {
       alignas(64) C bounds[2][V::size()];
@@ -61,9 +62,9 @@ struct Weights {
   }
 };
 
-// A.3, A.6, A.7: scores in p and dout v^T in dx become (p f)^T and dx^T.
-template <bool kMasked, bool kExtras, typename C>
-void weights(const AttentionBwdScratch<C>& mem, const Part& part, double scale, int64_t i) {
+// A.3, A.6, A.7: scores in p and dout v^T in dx become (p f)^T but for dropout's scale, and dx^T.
+template <bool kMasked, bool kExtras, typename C, typename O>
+void weights(const AttentionBwdScratch<C, O>& mem, const Part& part, double scale, int64_t i) {
   using V = at::vec::Vectorized<C>;
   for (int64_t l = 0; l < part.lanes; l += V::size()) {
     Weights<C, kMasked, kExtras> at(mem, part, scale, i + l);
@@ -73,7 +74,7 @@ void weights(const AttentionBwdScratch<C>& mem, const Part& part, double scale, 
       if constexpr (kExtras) {
         const V w = to_one * at.next(x, V::loadu(mem.extras_t + j)),
                 f = V::loadu(mem.factors_t + j);
-        (w * f).store(mem.p + j);
+        (w * at::vec::clamp_max(f, V(C(1)))).store(mem.p + j);
         (w * at::vec::fmsub(product, f, less)).store(mem.dx + j);
       } else {
         const V w = at.next(x, x);
