@@ -34,6 +34,8 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
 
 
 cpu_extension, cpu_missing = _load("_C")
+# whether the CPU kernels multiply bfloat16 as it is stored (AMX, AVX512_BF16)
+bf16_tiles: bool = cpu_extension is not None and cpu_extension.build_info()["bf16_tiles"]
 _missing: dict[str, str | None] = {}  # filled by declare(): compiled code may read it, but not ask the dispatcher
 
 

@@ -139,8 +139,9 @@ def _cpu_capability() -> Finding:
     running, best = torch.backends.cpu.get_cpu_capability(), _best_capability()
     tiles = ""
     if _library.cpu_extension is not None:
-        native = _library.cpu_extension.build_info()["bf16_tiles"]
-        tiles = "; bfloat16 products in hardware tiles" if native else "; bfloat16 products in float32 tiles"
+        tiles = (
+            "; bfloat16 products in hardware tiles" if _library.bf16_tiles else "; bfloat16 products in float32 tiles"
+        )
     if best is not None and best != running:
         text = f"lowered: torch runs {running}, this processor has {best}{tiles}"
         return Finding("processor", "note", text, "unset ATEN_CPU_CAPABILITY")

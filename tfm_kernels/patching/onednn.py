@@ -7,18 +7,14 @@ import platform
 import torch
 from torch import Tensor
 
-from .._library import cpu_extension
+from .._library import bf16_tiles, cpu_extension
 
 AVAILABLE = torch.backends.mkldnn.is_available() and all(
     hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight", "_nbytes")
 )
 
 # F.linear in 16 bits is emulated, at a third of float32's rate or less, on x86 without bfloat16 dot products.
-EMULATES_16_BIT = (
-    cpu_extension is not None
-    and platform.machine() in ("x86_64", "AMD64")
-    and not cpu_extension.build_info()["bf16_tiles"]
-)
+EMULATES_16_BIT = cpu_extension is not None and platform.machine() in ("x86_64", "AMD64") and not bf16_tiles
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -95,7 +95,8 @@ def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Ex
     qa, ka, va = q.abs(), k.abs(), v.abs()
     sizes = size * (qa @ ka.transpose(-1, -2))  # scale |q||k|^T
     level = 1 + torch.where(visible, lse.abs(), 0) + (0 if bias is None else bias.abs())
-    e = torch.where(attend, 2 * d**0.5 * r.sums * sizes + 4 * r.sums * level, 0)
+    tiny = r.flushed * size * (qa.sum(-1, True) + ka.sum(-1).unsqueeze(-2))
+    e = torch.where(attend, 2 * d**0.5 * r.sums * sizes + 4 * r.sums * level + tiny, 0)
     e = e + (p * e).sum(-1, keepdim=True)
     # P e while e is small; where scores are so large that e > 1, what exp makes of it. The forward's P cannot exceed 1,
     # the backward's can: it divides by the sum through lse, whose own rounding is part of e.
@@ -108,7 +109,9 @@ def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Ex
     out_a = pt @ va
     out_e = (factor * e_fwd) @ va
     shown = torch.where(attend, factor, 0.0)
-    expected = {"out": Expected(out, product_bound(out, out_a, shown @ va, tk, dtype, dtype) + out_e, dtype)}
+    expected = {
+        "out": Expected(out, product_bound(out, out_a, shown @ va, tk, dtype, dtype, pt.sum(-1, True)) + out_e, dtype)
+    }
     widest = torch.where(attend, sizes, 0).amax(-1) if tk else sizes.new_zeros(sizes.shape[:-1])
     l = lse.squeeze(-1)  # noqa: E741
     # 4 units are not enough for the dot product itself where all its terms have one sign: as in e, 2 sqrt(D) are.
@@ -135,13 +138,15 @@ def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Ex
     we = e_bwd * (slope.abs() + delta_a + dp_a) + p * (doa * out_e).sum(-1, keepdim=True)
     if r.narrow:
         we = we + max(d, dv_width) ** 0.5 * r.sums * full
+        we = we + p * factor * r.flushed * (doa.sum(-1, True) + va.sum(-1).unsqueeze(-2))
     we = torch.where(attend, we, 0)
     first = w if r.narrow else full
     shown_p = attend.double()
 
     dvalue = reduce(pt.transpose(-1, -2) @ do)
     a = reduce(pt.transpose(-1, -2) @ doa)
-    bound = product_bound(dvalue, a, reduce(shown.transpose(-1, -2) @ doa), tq * group, dtype, dtype)
+    others = reduce(pt.sum(-2).unsqueeze(-1))
+    bound = product_bound(dvalue, a, reduce(shown.transpose(-1, -2) @ doa), tq * group, dtype, dtype, others)
     bound = bound + reduce((factor * e_bwd).transpose(-1, -2) @ doa)
     # The backward's P = exp(S - lse) has the rounding of a stored lse, which the eager formula knows nothing of.
     # Where one key takes nearly all, dS is a small difference of large numbers, which the eager formula gets right by
@@ -152,12 +157,14 @@ def _judge(problem: Problem, douts: Mapping[str, Tensor | None]) -> dict[str, Ex
     expected["dvalue"] = Expected(dvalue, bound, dtype, extra=extra, fair=fair)
 
     dq = scale * (ds @ k)
-    bound = product_bound(dq, size * (first @ ka), size * (shown_p @ ka), max(tk, dv_width), dtype, dtype)
+    a, ones, others = size * (first @ ka), size * (shown_p @ ka), size * first.sum(-1, True)
+    bound = product_bound(dq, a, ones, max(tk, dv_width), dtype, dtype, others)
     expected["dquery"] = Expected(dq, bound + size * (we @ ka), dtype, extra=extra, fair=fair)
 
     dk = scale * reduce(ds.transpose(-1, -2) @ q)
     a, ones = size * reduce(first.transpose(-1, -2) @ qa), size * reduce(shown_p.transpose(-1, -2) @ qa)
-    bound = product_bound(dk, a, ones, max(tq * group, dv_width), dtype, dtype)
+    others = size * reduce(first.sum(-2).unsqueeze(-1))
+    bound = product_bound(dk, a, ones, max(tq * group, dv_width), dtype, dtype, others)
     expected["dkey"] = Expected(dk, bound + size * reduce(we.transpose(-1, -2) @ qa), dtype, extra=extra, fair=fair)
 
     if problem.bias is not None:

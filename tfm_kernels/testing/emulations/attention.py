@@ -26,9 +26,9 @@ def _dense(run: Emulation, problem: Problem, douts: Mapping[str, Tensor | None])
     attend = problem.attend if bias is None else problem.attend & (bias != -torch.inf)
     seen = attend.any(2).unflatten(1, (kv_heads, group)).any(2).unsqueeze(-1)
     attend = run.step("attend", attend)
-    q = problem.query.to(run.wide)
-    k = run.step("heads", torch.where(seen, problem.key.to(run.wide), 0).repeat_interleave(group, 1))
-    v = run.step("heads", torch.where(seen, problem.value.to(run.wide), 0).repeat_interleave(group, 1))
+    q = run.read(problem.query)
+    k = run.step("heads", torch.where(seen, run.read(problem.key), 0).repeat_interleave(group, 1))
+    v = run.step("heads", torch.where(seen, run.read(problem.value), 0).repeat_interleave(group, 1))
     keep, grow = problem.keep, run.step("grow", dropout.keep_scale(problem.dropout_p))
 
     def scores(sl: slice) -> Tensor:
@@ -62,7 +62,7 @@ def _dense(run: Emulation, problem: Problem, douts: Mapping[str, Tensor | None])
         return outputs, {}
 
     run.backward = True
-    do = torch.zeros_like(acc) if dout is None else dout.to(run.wide)
+    do = torch.zeros_like(acc) if dout is None else run.read(dout)
     delta = run.step("delta", (do * out.to(run.wide)).sum(-1, keepdim=True))
     if dlse is not None:
         delta = delta - dlse.unsqueeze(-1)

@@ -19,7 +19,7 @@ class Emulation:
         dtype: the storage type.
         tile: how many keys (hidden columns, rows) are taken at a time.
         lazy: attention's accumulator is rescaled only where the maximum has grown by more than 8 powers of two; ffn
-            keeps its hidden activation in float32.
+            keeps its hidden activation in float32; operands of bfloat16 products that are subnormal count as 0.
         index: the number of the tile at work, and ``last`` that of the last one.
         backward: whether the backward is at work.
         context: intermediate values by name, for planted defects to build theirs from.
@@ -38,7 +38,12 @@ class Emulation:
 
     def low(self, t: Tensor) -> Tensor:
         """An operand rounded to the storage type between two products."""
-        return (self.hooks["low"](t, self) if "low" in self.hooks else t.to(self.dtype)).to(self.wide)
+        return self.read(self.hooks["low"](t, self) if "low" in self.hooks else t.to(self.dtype))
+
+    def read(self, t: Tensor) -> Tensor:
+        """A stored operand of a product, in the type of the sums."""
+        flushes = self.lazy and t.dtype == torch.bfloat16
+        return (torch.where(t.abs() < torch.finfo(t.dtype).tiny, 0, t) if flushes else t).to(self.wide)
 
     def store(self, t: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A result rounded once, at the store."""

@@ -15,8 +15,9 @@ from .emulation import Emulation, Results
 
 def ffn(run: Emulation, inputs: Mapping[str, Any], douts: Mapping[str, Tensor | None]) -> Results:
     """A call, forward and backward."""
-    x, w1, w2 = (inputs[name].to(run.wide) for name in ("x", "w1", "w2"))
-    b1, b2, gate = (run.step(name, run.up(inputs.get(name))) for name in ("b1", "b2", "gate"))
+    x, w1, w2 = (run.read(inputs[name]) for name in ("x", "w1", "w2"))
+    b1, b2 = (run.step(name, run.up(inputs.get(name))) for name in ("b1", "b2"))
+    gate = run.step("gate", None if inputs.get("gate") is None else run.read(inputs["gate"]))
     leading = x.shape[:-1]
     x = x.reshape(leading.numel(), x.shape[-1])
     name = run.step("activation", inputs.get("activation", "relu"))
@@ -36,7 +37,7 @@ def ffn(run: Emulation, inputs: Mapping[str, Any], douts: Mapping[str, Tensor | 
         return {"y": y}, {}
 
     run.backward = True
-    dy = dy.to(run.wide).reshape(x.shape[0], w2.shape[0])
+    dy = run.read(dy).reshape(x.shape[0], w2.shape[0])
     if not run.lazy:  # the saved preact is rounded; the lazy emulation computes it again
         a, c = run.low(a), run.low(c)
         h = run.low(activation(name, a) * c * factor)

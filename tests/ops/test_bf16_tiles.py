@@ -1,0 +1,68 @@
+"""bfloat16 on the CPU, both ways: multiplied as it is stored where the processor can, widened to float32 elsewhere."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tfm_kernels import _library
+from tfm_kernels.ops import ffn_call
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+import torch, tfm_kernels as tfk
+from tfm_kernels import _library
+assert not _library.bf16_tiles
+draw = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)
+g = torch.manual_seed(3)
+call = {call}
+tfk.testing.assert_contract(*call, backend="cpu")
+print("held")
+"""
+ATTENTION = (
+    '("attention", {"query": draw(2, 4, 67, 32), "key": draw(2, 2, 131, 32), "value": draw(2, 2, 131, 32), '
+    '"mask": tfk.Mask.causal(), "dropout_p": 0.2, "seed": torch.tensor(7)})'
+)
+FFN = (
+    '("ffn", {"x": draw(67, 48), "w1": draw(160, 48) / 7, "b1": draw(160), "w2": draw(48, 160) / 13, "b2": None, '
+    '"activation": "gelu", "dropout_p": 0.2, "seed": torch.tensor(7)})'
+)
+
+
+@pytest.mark.parametrize("call", (ATTENTION, FFN), ids=("attention", "ffn"))
+def test_widened_where_the_matrix_library_may_not_use_tiles(call):
+    """oneDNN reads ONEDNN_MAX_CPU_ISA: a processor with tiles then behaves as one without."""
+    environment = {"PATH": "/usr/bin:/bin", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "PYTHONPATH": str(ROOT)}
+    code = CODE.replace("{call}", call)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "held\n", done.stderr
+
+
+def odd(op):
+    """A call whose neighbours do not all pair up, so that it is widened everywhere."""
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)
+    if op == "attention":
+        return {"query": draw(2, 2, 40, 33), "key": draw(2, 2, 50, 33), "value": draw(2, 2, 50, 31)}
+    return {"x": draw(40, 33), "w1": draw(65, 33) / 6, "b1": draw(65), "w2": draw(31, 65) / 8, "b2": None}
+
+
+@pytest.mark.parametrize("op", ("attention", "ffn"))
+def test_odd_widths(op):
+    torch.manual_seed(1)
+    tfk.testing.assert_contract(op, odd(op), backend="cpu")
+
+
+@pytest.mark.parametrize("training", (False, True))
+@pytest.mark.parametrize("tiles", (False, True))
+def test_choice_follows_the_tiles(monkeypatch, tiles, training):
+    monkeypatch.setattr(_library, "bf16_tiles", tiles)
+    first = {
+        rows: ffn_call.prefer(ffn_call.Call("cpu", torch.bfloat16, rows, 384, 1536, 384, False, 0.0, training))[0]
+        for rows in (1, 64, 8192)
+    }
+    assert first[8192] == "cpu"
+    assert first[1] == ("cpu" if tiles and not training else "aten")
+    assert first[64] == ("aten" if tiles and training else "cpu")
