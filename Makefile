@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= $(if $(filter Linux,$(shell uname)),triton==3.6.0)
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h')
+SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.cpp' 'tests/simt/*.h')
 SANITIZED := build/sanitized
 
 .PHONY: build triton lint test test-all sanitize demo bench gpu clean
@@ -44,15 +44,17 @@ test-all: lint triton
 	$(BIN)/python -m pytest -q
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreter || test $$? -eq 5
 
-# the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the tree
+# the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the tree; then the CUDA kernels,
+# run on the CPU
 sanitize: $(VENV)/deps
 	rm -rf $(SANITIZED)/tfm_kernels $(SANITIZED)/csrc $(SANITIZED)/tests
 	mkdir -p $(SANITIZED)
 	git ls-files setup.py csrc tfm_kernels tests | tar cf - -T - | tar xf - -C $(SANITIZED)
 	cd $(SANITIZED) && CXX="c++ -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1" \
-	  $(abspath $(BIN))/python setup.py -q build_ext --inplace
+	  TFM_KERNELS_CUDA_ARCHS= $(abspath $(BIN))/python setup.py -q build_ext --inplace
 	cd $(SANITIZED) && LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 $(abspath $(BIN))/python -m tests.sanitized
+	$(BIN)/python -m tests.simt.sanitized
 
 demo: $(VENV)/deps
 	$(BIN)/pip install -q --no-build-isolation -e '.[demo,plot]'

@@ -1,13 +1,16 @@
-"""Builds tfm_kernels: the CPU kernels where torch and a C++ compiler are, the Python part everywhere.
+"""Builds tfm_kernels: the CPU kernels where torch and a C++ compiler are, the CUDA kernels where nvcc is too (with or
+without a GPU, for any torch), the Python part everywhere.
 
     pip install --no-build-isolation .        (or -e . to work on it)
 
-MAX_JOBS   how many compilers run at once
-CXX        the C++20 compiler, with flags if need be ("g++ -fsanitize=address")
+MAX_JOBS                 how many compilers run at once
+CXX                      the C++20 compiler, with flags if need be ("g++ -fsanitize=address")
+TFM_KERNELS_CUDA_ARCHS   the GPUs to compile for, such as "80;90a"; unset: those that are here, else "80;90a"; "": none
 """
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +26,10 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 TORCH = find_spec("torch")  # found, never imported
 CXX = os.environ.get("CXX", "c++")
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+DEFAULT_ARCHS = "80;90a"
+# what is computed does not depend on which products and sums a compiler happens to fuse: tests/simt gets the same bits
+NVCC_FLAGS = "-O3 -fmad=false"
 
 # Every csrc/cpu/*.cpp is compiled once per instruction set. The order is the order of linking, and it matters: of an
 # inline function that several objects hold, the linker keeps the first, which must be the one that runs everywhere.
@@ -40,6 +47,9 @@ cxx = {cxx}
 common = -std=c++20 -O3 -DNDEBUG -fPIC -fvisibility=hidden -fopenmp -Wall -Wextra -Wno-psabi
 headers = -isystem {torch}/include -isystem {python}
 torch = -L{torch}/lib -ltorch -ltorch_cpu -ltorch_python -lc10
+nvcc = {nvcc}
+gpus = {gpus}
+about = {about}
 
 rule cxx
   command = $cxx -MMD -MF $out.d $common $headers -DCPU_CAPABILITY=$isa -DCPU_CAPABILITY_$isa $flags -c $in -o $out
@@ -49,7 +59,75 @@ rule cxx
 rule link
   command = $cxx -shared -fopenmp -Wl,--no-as-needed $in $torch -o $out
   description = link $out
+rule nvcc
+  command = $nvcc -MMD -MF $out.d -std=c++20 {nvcc_flags} -DNDEBUG $gpus -Xcompiler -fPIC,-fvisibility=hidden $
+    -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = nvcc $in
+rule bind
+  command = $cxx -MMD -MF $out.d $common $headers $about -x c++ -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = c++ $in
+rule link_cuda
+  command = $nvcc -shared -Xlinker --no-as-needed $in -L{torch}/lib -ltorch -ltorch_cpu -lc10 -o $out
+  description = link $out
 """
+
+
+def present_gpus():
+    """Compute capabilities of the GPUs here, as nvcc names them ("90a"); none where nvidia-smi finds none."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        words = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = {int(major) * 10 + int(minor) for major, minor in re.findall(r"^(\d+)\.(\d)$", words, re.MULTILINE)}
+    return [f"{arch}{'a' if arch >= 90 else ''}" for arch in sorted(found)]
+
+
+def cuda_archs():
+    """What to compile for; an empty list leaves the CUDA kernels out."""
+    named = os.environ.get("TFM_KERNELS_CUDA_ARCHS")
+    if named is None:
+        return present_gpus() or DEFAULT_ARCHS.split(";")
+    return named.replace(";", " ").replace(",", " ").split()
+
+
+def cuda_version():
+    """The release of nvcc, "13.0"."""
+    words = subprocess.run([NVCC, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release ([\d.]+)", words)
+    return found[1] if found else "unknown"
+
+
+def gencode(archs):
+    """nvcc's words for the architectures; the first one of every GPU (80, not 90a) also as PTX, for later GPUs."""
+    portable = next((arch for arch in archs if arch.isdigit()), None)
+    targets = {arch: f"[sm_{arch},compute_{arch}]" if arch == portable else f"sm_{arch}" for arch in archs}
+    return " ".join(f"-gencode=arch=compute_{arch},code={code}" for arch, code in targets.items())
+
+
+def definitions(**values):
+    """-D words of string literals, as a shell takes them."""
+    return " ".join(f"'-DTFM_CUDA_{name}=\"{value}\"'" for name, value in values.items())
+
+
+def cpu_objects(sources):
+    """(object, how ninja makes it): kernels once for every instruction set, the rest once."""
+    for isa, flags in ISAS.items():
+        for source in sources:
+            if isa == "DEFAULT" or source.startswith("csrc/cpu/"):
+                yield f"{source}.{isa}.o", f"cxx {ROOT / source}\n  isa = {isa}\n  flags = {flags}"
+
+
+def cuda_objects(sources):
+    """(object, how ninja makes it): each .cu twice, its kernels by nvcc and its binding by the C++ compiler."""
+    for source in sources:
+        yield f"{source}.bind.o", f"bind {ROOT / source}"
+        if source.endswith(".cu"):
+            yield f"{source}.nvcc.o", f"nvcc {ROOT / source}"
 
 
 class NinjaBuild(build_ext):
@@ -59,15 +137,18 @@ class NinjaBuild(build_ext):
         """Writes build.ninja into a folder per torch, Python and compiler, runs it, and copies the results."""
         key = f"torch-{version('torch')}-{sys.implementation.cache_tag}-{zlib.crc32(CXX.encode()):08x}"
         folder = ROOT / "build" / key
-        graph = RULES.format(cxx=CXX, torch=TORCH.submodule_search_locations[0], python=sysconfig.get_path("include"))
+        torch = TORCH.submodule_search_locations[0]
+        about = definitions(ARCHS=" ".join(ARCHS), VERSION=cuda_version(), FLAGS=NVCC_FLAGS) if ARCHS else ""
+        graph = RULES.format(
+            cxx=CXX, torch=torch, python=sysconfig.get_path("include"), nvcc=NVCC, gpus=gencode(ARCHS), about=about,
+            nvcc_flags=NVCC_FLAGS,
+        )  # fmt: skip
         for extension in self.extensions:
-            objects = []
-            for isa, flags in ISAS.items():
-                for source in extension.sources:
-                    if isa == "DEFAULT" or source.startswith("csrc/cpu/"):
-                        objects.append(f"{source}.{isa}.o")
-                        graph += f"build {objects[-1]}: cxx {ROOT / source}\n  isa = {isa}\n  flags = {flags}\n"
-            graph += f"build {extension.name}.so: link {' '.join(objects)}\n"
+            add = cuda_objects if extension.name.endswith("_cuda") else cpu_objects
+            objects = dict(add(extension.sources))
+            graph += "".join(f"build {name}: {how}\n" for name, how in objects.items())
+            link = "link_cuda" if add is cuda_objects else "link"
+            graph += f"build {extension.name}.so: {link} {' '.join(objects)}\n"
 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "build.ninja").write_text(graph)
@@ -86,6 +167,7 @@ def sources(*patterns):
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 
 
+ARCHS = cuda_archs() if NVCC else []
 extensions = []
 if TORCH is None:
     print(
@@ -95,6 +177,10 @@ if TORCH is None:
     )
 else:
     extensions.append(Extension("tfm_kernels._C", sources("csrc/*.cpp", "csrc/cpu/*.cpp")))
+    if ARCHS:
+        extensions.append(Extension("tfm_kernels._cuda", sources("csrc/cuda/module.cpp", "csrc/cuda/*.cu")))
+    elif not NVCC:
+        print("tfm_kernels: nvcc is not here, so the CUDA kernels are left out", file=sys.stderr)
 
 setup(
     name="tfm_kernels",

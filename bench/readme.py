@@ -66,7 +66,7 @@ def _reason(op: _backend.Op, backend: str, arguments: Mapping[str, Any]) -> str 
     if backend in ("triton", "cuda"):
         call = replace(call, device="cuda")
     reason = op.support[backend](call)
-    return None if backend == "triton" and reason in _library.kernels().values() else reason
+    return None if backend != "cpu" and reason in _library.kernels().values() else reason
 
 
 def _note(note: str, notes: list[str]) -> int:

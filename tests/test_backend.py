@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfm_kernels as tfk
-from tfm_kernels import _backend
+from tfm_kernels import _backend, _library
 
 
 @pytest.fixture
@@ -16,10 +16,10 @@ def x():
 
 
 def test_explicit_never_falls_back(x):
-    with pytest.raises(tfk.BackendError, match="backend 'cuda' cannot run this call: layer_norm has no cuda kernels"):
-        tfk.ops.layer_norm(x, backend="cuda")
-    with pytest.raises(tfk.BackendError, match="backend 'triton' cannot run this call: needs a CUDA tensor, got cpu"):
-        tfk.ops.layer_norm(x, backend="triton")
+    for backend in ("triton", "cuda"):
+        words = f"layer_norm: backend '{backend}' cannot run this call: needs a CUDA tensor, got cpu"
+        with pytest.raises(tfk.BackendError, match=f"^{words}$"):
+            tfk.ops.layer_norm(x, backend=backend)
     with pytest.raises(tfk.BackendError, match="N - 1 variance"):
         tfk.ops.layer_norm(x, unbiased=True, backend="aten")
 
@@ -78,6 +78,24 @@ def test_cpu_says_what_it_needs():
     meta = torch.empty(2, 8, device="meta")
     with pytest.raises(tfk.BackendError, match="needs a CPU tensor, got meta"):
         tfk.ops.layer_norm(meta, backend="cpu")
+
+
+def test_cuda_is_explained_and_never_chosen(x):
+    """On a GPU that is not there; that its kernels run is shown in tests/simt."""
+    assert "cuda      cannot: needs a CUDA tensor, got cpu\n" in tfk.explain("layer_norm", x)
+    with FakeTensorMode():
+        text = tfk.explain("layer_norm", torch.empty(2, 8, device="cuda"))
+        assert "-> aten (automatic choice)" in text
+        if _library.cuda_extension is None:
+            assert "cuda      cannot: the CUDA extension was not built" in text
+        else:
+            assert "cuda      can: not yet proven on a GPU; name it explicitly" in text
+        for y, reason in (
+            (torch.empty(2, 8, device="cuda", dtype=torch.float64), "has no float64 kernels"),
+            (torch.empty(2, 65537, device="cuda"), "needs at most 65536 features, got 65537"),
+        ):
+            with pytest.raises(tfk.BackendError, match=f"backend 'cuda' cannot run this call: {reason}"):
+                tfk.ops.layer_norm(y, backend="cuda")
 
 
 def test_triton_is_explained_and_never_chosen():

@@ -29,16 +29,23 @@ class Extension:
         return self.info
 
 
+class CudaExtension:
+    def build_info(self):
+        return {"architectures": "80 90a", "cuda": "13.0", "flags": "-O3 -fmad=false"}
+
+
 @pytest.fixture
 def built(monkeypatch):
     """An installation where all is well, whatever is built here; returns a function that spoils one part."""
 
-    def state(extension=None, missing="", kernels=None):
+    def state(extension=None, missing="", kernels=None, cuda=None, cuda_missing=""):
         monkeypatch.setattr(_library, "cpu_extension", extension)
         monkeypatch.setattr(_library, "cpu_missing", missing)
+        monkeypatch.setattr(_library, "cuda_extension", cuda)
+        monkeypatch.setattr(_library, "cuda_missing", cuda_missing)
         monkeypatch.setattr(_library, "_missing", kernels or {})
 
-    state(Extension(), kernels={"layer_norm_fwd_cpu": None})
+    state(Extension(), kernels={"layer_norm_fwd_cpu": None}, cuda=CudaExtension())
     monkeypatch.setattr(diagnosis, "_best_capability", lambda: None)
     return state
 
@@ -95,6 +102,26 @@ def test_a_lowered_processor_is_noted(built, monkeypatch):
     found = finding("processor")
     assert found.state == "note" and "torch runs AVX2, this processor has AVX512" in found.text
     assert found.mend == "unset ATEN_CPU_CAPABILITY"
+
+
+def test_cuda_kernels_are_told(built, monkeypatch):
+    found = finding("CUDA kernels")
+    assert (found.state, found.text) == ("good", "built for sm_80 sm_90a by CUDA 13.0 with -O3 -fmad=false")
+    built(cuda=CudaExtension(), kernels={"ffn_fwd_cuda": "the CUDA extension holds no ffn_fwd"})
+    assert finding("CUDA kernels").state == "fault" and "lacks ffn_fwd_cuda" in finding("CUDA kernels").text
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("nvcc", [None, "/usr/bin/nvcc"])
+def test_absent_cuda_kernels_are_a_fault_only_where_a_gpu_is(built, monkeypatch, nvcc, gpu):
+    built(Extension(), cuda_missing="the CUDA extension was not built; `pip ...` builds it where nvcc is")
+    monkeypatch.setattr(diagnosis, "_nvcc", lambda: nvcc)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    found = finding("CUDA kernels")
+    why = "although nvcc is here" if nvcc else "and nvcc, which it needs, is not here"
+    assert found.text == f"the CUDA extension was not built, {why}" + ("" if gpu else "; only a GPU needs it")
+    assert found.state == ("fault" if gpu else "note" if nvcc else "good")
+    assert bool(found.mend) == gpu and ("toolkit" in found.mend) == (gpu and nvcc is None)
 
 
 def test_missing_build_tools_come_before_the_build(monkeypatch):

@@ -1,6 +1,7 @@
 """The registered operators: one schema and one fake for every compiled backend of an op, and one autograd rule.
 
-Importing this module loads the compiled CPU extension where there is one; its kernels register themselves.
+Importing this module loads the compiled extensions that there are; their kernels register themselves, and no device is
+touched.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "triton": "CUDA"}
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # kept alive: its registrations die with it
 
 
-def _load(name: str) -> tuple[ModuleType | None, str]:
+def _load(name: str, what: str, where: str = "") -> tuple[ModuleType | None, str]:
     try:
         return importlib.import_module(f"{NAMESPACE}.{name}"), ""
     except ModuleNotFoundError:
-        return None, "the C++ extension was not built; `pip install --no-build-isolation .` builds it"
+        return None, f"{what} was not built; `pip install --no-build-isolation .` builds it{where}"
     except ImportError as error:
         reason = str(error).splitlines()[0]
         return None, (
-            f"the C++ extension does not load with torch {torch.__version__} ({reason}); "
+            f"{what} does not load with torch {torch.__version__} ({reason}); "
             "`pip install --no-build-isolation --force-reinstall --no-deps .` builds it anew"
         )
 
 
-cpu_extension, cpu_missing = _load("_C")
+cpu_extension, cpu_missing = _load("_C", "the C++ extension")
+cuda_extension, cuda_missing = _load("_cuda", "the CUDA extension", " where nvcc is")
 # whether the CPU kernels multiply bfloat16 as it is stored (AMX, AVX512_BF16)
 bf16_tiles: bool = cpu_extension is not None and cpu_extension.build_info()["bf16_tiles"]
 _missing: dict[str, str | None] = {}  # filled by declare(): compiled code may read it, but not ask the dispatcher
@@ -107,7 +109,8 @@ def _why_missing(name: str, backend: str) -> str | None:
     qualified = f"{NAMESPACE}::{name}_{backend}"
     if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, _DISPATCH_KEYS[backend]):
         return None
-    return cpu_missing or f"the C++ extension holds no {name}; `pip install --no-build-isolation .` builds it anew"
+    absent, what = (cuda_missing, "CUDA") if backend == "cuda" else (cpu_missing, "C++")
+    return absent or f"the {what} extension holds no {name}; `pip install --no-build-isolation .` builds it anew"
 
 
 def missing(name: str, backend: str) -> str | None:

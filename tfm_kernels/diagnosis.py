@@ -63,7 +63,7 @@ def doctor() -> str:
 
 def examine() -> list[Finding]:
     """All findings, in the order they are told."""
-    return [finding for finding in (_cpu_kernels(), _cpu_capability(), _threads(), _gpu(), _triton()) if finding]
+    return [_cpu_kernels(), _cpu_capability(), _threads(), _cuda_kernels(), _gpu(), _triton()]
 
 
 def _title() -> str:
@@ -106,6 +106,31 @@ def _why_not_built(reason: str) -> str:
     elif "not built" in reason:
         text += ". A plain `pip install .` builds in a place without torch and leaves the kernels out"
     return text
+
+
+def _cuda_kernels() -> Finding:
+    """Their build needs nvcc and no GPU; only a GPU needs them."""
+    extension, wanted = _library.cuda_extension, torch.cuda.is_available()
+    if extension is None:
+        text = _library.cuda_missing.split(";")[0]
+        if "not built" in text:
+            text += ", and nvcc, which it needs, is not here" if _nvcc() is None else ", although nvcc is here"
+        if not wanted:
+            return Finding("CUDA kernels", "note" if _nvcc() else "good", f"{text}; only a GPU needs it")
+        before = "" if _nvcc() else "   (after CUDA's toolkit is installed)"
+        return Finding("CUDA kernels", "fault", text, rebuild_command() + before)
+    info = extension.build_info()
+    archs = " ".join(f"sm_{arch}" for arch in info["architectures"].split())
+    text = f"built for {archs} by CUDA {info['cuda']} with {info['flags']}"
+    absent = sorted(name for name, reason in _library.kernels().items() if name.endswith("_cuda") and reason)
+    if absent:
+        text += f", but older than the Python part: it lacks {', '.join(absent)}"
+        return Finding("CUDA kernels", "fault", text, rebuild_command())
+    return Finding("CUDA kernels", "good", text)
+
+
+def _nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
 def _compiler() -> str | None:
@@ -171,12 +196,7 @@ def _gpu() -> Finding:
     built = torch.version.cuda
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-        declared = {name: reason for name, reason in _library.kernels().items() if name.endswith("_cuda")}
-        absent = sorted(name for name, reason in declared.items() if reason)
-        if absent:
-            return Finding("GPU", "fault", f"{names}, CUDA {built}, but no {', '.join(absent)}", rebuild_command())
-        kernels = "CUDA kernels built" if declared else "PyTorch's own CUDA kernels serve it"
-        return Finding("GPU", "good", f"{names}, CUDA {built}; {kernels}")
+        return Finding("GPU", "good", f"{names}, CUDA {built}")
     if built is None:
         return Finding("GPU", "good", "none wanted: this torch is a CPU build")
     text = f"torch is built for CUDA {built}, but sees no GPU; `nvidia-smi` shows whether the driver does"

@@ -5,10 +5,9 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from tests.fences import fenced, huge
 from tfm_kernels.ops.layer_norm import BWD, FWD
 from tfm_kernels.triton import layer_norm_bwd, layer_norm_fwd
-
-from .fences import fenced, huge
 
 SEED = torch.tensor(77)
 FAR = 2**31 + 4096  # elements between two rows

@@ -26,7 +26,7 @@ from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
 from .layer_norm_call import Call, describe, prefer
 
-COMPILED = ("cpu", "triton")
+COMPILED = ("cpu", "triton", "cuda")
 
 _SCHEMA_ARGUMENTS = (
     "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool unbiased, "
@@ -108,19 +108,33 @@ def _cpu_support(call: Call) -> str | None:
     return _library.missing("layer_norm_fwd", "cpu") or _library.missing("layer_norm_bwd", "cpu")
 
 
-def _triton_support(call: Call) -> str | None:
+def _gpu_support(call: Call) -> str | None:
+    """What the kernels of both GPU backends cannot."""
     if call.dtype == torch.float64:
         return "has no float64 kernels"
-    if call.features > 65536:
-        return f"needs at most 65536 features, got {call.features}"
+    return f"needs at most 65536 features, got {call.features}" if call.features > 65536 else None
+
+
+def _triton_support(call: Call) -> str | None:
     if call.device != "cuda" and not (call.device == "cpu" and _library.triton_interprets()):
+        return _gpu_support(call) or f"needs a CUDA tensor, got {call.device}"
+    return _gpu_support(call) or _library.missing("layer_norm_fwd", "triton")
+
+
+def _cuda_support(call: Call) -> str | None:
+    if call.device != "cuda":
         return f"needs a CUDA tensor, got {call.device}"
-    return _library.missing("layer_norm_fwd", "triton")
+    return (
+        _gpu_support(call) or _library.missing("layer_norm_fwd", "cuda") or _library.missing("layer_norm_bwd", "cuda")
+    )
 
 
-SUPPORT = {"reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support, "triton": _triton_support}
+SUPPORT = {
+    "reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support, "triton": _triton_support,
+    "cuda": _cuda_support,
+}  # fmt: skip
 PREFER = prefer
-REMARKS = {"triton": "not yet proven on a GPU; name it explicitly"}
+REMARKS = dict.fromkeys(("triton", "cuda"), "not yet proven on a GPU; name it explicitly")
 _CHOICES = Choices()
 
 

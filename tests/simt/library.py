@@ -1,0 +1,43 @@
+"""The built library in this process: its operators run csrc/cuda on CPU tensors, under a schedule that is set here."""
+
+import ctypes
+from importlib import import_module
+
+import torch
+
+from tfm_kernels._backend import Choices
+
+# ops whose csrc/cuda kernels run here, -> what they cannot, device aside
+OPS = {"layer_norm": "_gpu_support"}
+
+
+class Simt:
+    """Runs csrc/cuda. Loading it registers the "cuda" operators for CPU tensors, in this process for good."""
+
+    def __init__(self, path):
+        torch.ops.load_library(str(path))
+        self._library = ctypes.CDLL(str(path))
+        self._library.simt_launches.restype = ctypes.c_long
+        self.configure()
+
+    def configure(self, seed=1, multiprocessors=2, resident=2):
+        """Sets the schedule.
+
+        Args:
+            seed: of the die that says which thread goes on.
+            multiprocessors: that the launchers find.
+            resident: blocks that run at once.
+        """
+        self._library.simt_configure(ctypes.c_uint64(seed), multiprocessors, resident)
+
+    def launches(self):
+        """Kernels started since the library was loaded."""
+        return self._library.simt_launches()
+
+
+def answer_for_cpu_tensors(set_item):
+    """Lets SUPPORT of the ops say that backend "cuda" can run on CPU tensors; set_item(mapping, key, value) does it."""
+    for stem, reason in OPS.items():
+        module = import_module(f"tfm_kernels.ops.{stem}")
+        set_item(module.SUPPORT, "cuda", getattr(module, reason))
+    Choices.forget()
