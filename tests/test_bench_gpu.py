@@ -14,13 +14,12 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import conductor
 from bench.gpu.part import DEVICE_LOST, GREEN, RED, UNAVAILABLE, Item, NotYetError, Part
 from bench.gpu.parts import PARTS
-from bench.gpu.subjects import SUBJECTS
+from bench.gpu.subjects import STEMS
 
 NOW = {
     "protocol": 1, "device": "fake", "gpu": "Fake 1", "driver": "1", "torch": "2", "triton": "3", "nvcc": "13.0",
     "sources": "abc", "date": "monday",
 }  # fmt: skip
-STEMS = [subject.stem for subject in SUBJECTS]
 
 
 def part(name="contract", seconds=1.0, **items):
@@ -45,7 +44,7 @@ def fail():
 def test_all_green(tmp_path, capsys):
     code, files = run(tmp_path, part("build", a=dict), part(b=lambda: {"C1": 0.5}))
     assert code == 0 and states(files, "build") == {"a": GREEN} and files["contract"]["groups"][0]["C1"] == 0.5
-    assert files["contract"]["environment"] == NOW and files["contract"]["complete"] == STEMS
+    assert files["contract"]["environment"] == NOW and files["contract"]["complete"] == list(STEMS)
     out = capsys.readouterr().out
     assert "build        1 green, 0 s" in out and "Fake 1, driver 1" in out and not list(tmp_path.glob("*.partial"))
 

@@ -13,7 +13,7 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import build, limits, machine, memory, speed, table
 from bench.gpu.part import GREEN, RED, UNAVAILABLE, Room, work
 from bench.gpu.parts import PARTS
-from bench.gpu.subjects import SUBJECTS
+from bench.gpu.subjects import STEMS, SUBJECTS
 from bench.ops import bench_layer_norm
 from bench.subject import Group, groups
 
@@ -21,7 +21,6 @@ NOW = {
     "protocol": 1, "device": "fake", "gpu": "Fake 1", "driver": "1", "torch": "2", "triton": "3", "nvcc": "13.0",
     "sources": "abc", "date": "monday",
 }  # fmt: skip
-STEMS = [subject.stem for subject in SUBJECTS]
 SPEED = next(one for one in PARTS if one.name == "speed")
 
 
@@ -45,7 +44,7 @@ def test_no_compiler_and_no_sanitizer_are_said(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     room = Room(tmp_path, NOW, time.monotonic() + 9)
-    assert build.cpu_extension(room) == {"state": UNAVAILABLE, "why": "no C++ compiler: c++ is not found"}
+    assert build.extensions(room) == {"state": UNAVAILABLE, "why": "no C++ compiler: c++ is not found"}
     assert memory.sanitize("memcheck", "layer_norm", room)["why"] == "compute-sanitizer is not found"
 
 
@@ -72,7 +71,7 @@ def proven(room, **contract):
         why = {"why": "C1 broken"} if state == RED else {"C1": 0.25, "dtype": "bf16"}
         record.Results(room.folder / "contract.json", NOW).add({"key": key, "op": op, "state": state, **why})
     results = room.results("contract")
-    results.data["complete"] = STEMS
+    results.data["complete"] = list(STEMS)
     results.write()
     names = [f"copy {size}" for size in limits.COPY_BYTES] + [f"matrix {dtype}" for dtype in limits.MATRIX]
     for name in names:
@@ -133,7 +132,7 @@ def test_table_of_a_recorded_example(tmp_path, capsys):
     ]
     for name in (one.name for one in PARTS):
         results = record.Results(tmp_path / f"{name}.json", NOW)
-        results.data |= {"groups": {"speed": [group], "contract": cases}.get(name, []), "complete": STEMS}
+        results.data |= {"groups": {"speed": [group], "contract": cases}.get(name, []), "complete": list(STEMS)}
         results.write()
     (tmp_path / "layer_norm.json").write_text("{}")  # another program's file
     assert gpu.main(["--report", str(tmp_path)]) == 0
@@ -186,7 +185,7 @@ def test_compiling_processes(tmp_path, monkeypatch, end):
     assert build.compile_all(SUBJECTS[0], room, processes=2)["state"] == GREEN
 
 
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.stem)
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: f"{subject.stem}-{subject.backend}")
 def test_subjects(subject):
     """What an op declares is complete: keys are unique, every public op is judged, timed and has its branch."""
     cases = subject.cases()

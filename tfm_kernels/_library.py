@@ -35,7 +35,8 @@ def _load(name: str, what: str, where: str = "") -> tuple[ModuleType | None, str
 
 
 cpu_extension, cpu_missing = _load("_C", "the C++ extension")
-cuda_extension, cuda_missing = _load("_cuda", "the CUDA extension", " where nvcc is")
+_CUDA = ("_cuda", "the CUDA extension", " where nvcc is")
+cuda_extension, cuda_missing = _load(*_CUDA)
 # whether the CPU kernels multiply bfloat16 as it is stored (AMX, AVX512_BF16)
 bf16_tiles: bool = cpu_extension is not None and cpu_extension.build_info()["bf16_tiles"]
 _missing: dict[str, str | None] = {}  # filled by declare(): compiled code may read it, but not ask the dispatcher
@@ -121,6 +122,16 @@ def missing(name: str, backend: str) -> str | None:
 def kernels() -> dict[str, str | None]:
     """Every declared operator, "<name>_<backend>": None where its kernel is registered, else one sentence why not."""
     return dict(_missing)
+
+
+def load_again() -> None:
+    """Loads the CUDA extension where it was built since this module was imported; a loaded one stays as it is."""
+    global cuda_extension, cuda_missing
+    importlib.invalidate_caches()
+    cuda_extension, cuda_missing = _load(*_CUDA)
+    for operator in _missing:
+        if operator.endswith("_cuda"):
+            _missing[operator] = _why_missing(operator.removesuffix("_cuda"), "cuda")
 
 
 def differentiate(

@@ -24,7 +24,7 @@ from . import machine, table
 from .conductor import ask, conduct
 from .part import Part, Room
 from .parts import PARTS
-from .subjects import SUBJECTS
+from .subjects import STEMS, SUBJECTS
 
 GREEN, RED, UNFINISHED = 0, 1, 75
 
@@ -53,7 +53,7 @@ def main(
         files = {name: file for name, file in record.load(options.report).items() if name in names}
         if not files:
             return _refuse(f"--report must name a folder that holds results, got {options.report}")
-        return _report(files, names, [subject.stem for subject in SUBJECTS])
+        return _report(files, names, STEMS)
     now = ask(read)
     if "refusal" in now:
         return _refuse(now["refusal"])
@@ -94,13 +94,12 @@ def _refuse(why: str) -> int:
 
 def _wrong(options: argparse.Namespace, names: Sequence[str]) -> str | None:
     """None where the options make sense, else one sentence."""
-    stems = [subject.stem for subject in SUBJECTS]
     for name in options.part:
         if name not in names:
             return f"--part must be one of {', '.join(names)}, got {name}"
     for stem in options.op:
-        if stem not in stems:
-            return f"--op must be one of {', '.join(stems)}, got {stem}"
+        if stem not in STEMS:
+            return f"--op must be one of {', '.join(STEMS)}, got {stem}"
     if not 0 < options.minutes <= 60:
         return f"--minutes must lie above 0 and up to 60, got {options.minutes:g}"
     return None

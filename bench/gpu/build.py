@@ -1,4 +1,4 @@
-"""Everything is compiled before it is judged: the C++ extension, and each Triton kernel on all processors at once."""
+"""Everything is compiled before it is judged: the extensions, and each Triton kernel on all processors at once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from bench import gate, record
 from bench.record import Results
 from bench.subject import groups
+from tfm_kernels import _library
 from tfm_kernels.testing import run
 
 from . import machine
@@ -29,11 +30,24 @@ def items(room: Room, results: Results) -> Iterator[Item]:
     for subject in room.subjects:
         if subject.backend == "triton":
             yield Item(f"triton {subject.stem}", partial(compile_all, subject, room))
-    yield Item("cpu extension", partial(cpu_extension, room))
+    yield Item("extensions", partial(extensions, room))
+    if any(subject.backend == "cuda" for subject in room.subjects):
+        yield Item("cuda extension", cuda_extension)
 
 
-def cpu_extension(room: Room) -> dict[str, Any]:
-    """Builds tfm_kernels._C in place where a C++ compiler is there."""
+def cuda_extension() -> dict[str, Any]:
+    """What tfm_kernels._cuda was built for; it is built with the other extension."""
+    _library.load_again()
+    if _library.cuda_extension is not None:
+        absent = {name: why for name, why in _library.kernels().items() if name.endswith("_cuda") and why}
+        return {"built": _library.cuda_extension.build_info()} | (
+            {"state": RED, "why": next(iter(absent.values()))} if absent else {}
+        )
+    return {"state": UNAVAILABLE if machine.nvcc() == "not found" else RED, "why": _library.cuda_missing}
+
+
+def extensions(room: Room) -> dict[str, Any]:
+    """Builds tfm_kernels._C, and _cuda where nvcc is there, in place where a C++ compiler is there."""
     compiler = (os.environ.get("CXX") or "c++").split()[-1]
     if shutil.which(compiler) is None:
         return {"state": UNAVAILABLE, "why": f"no C++ compiler: {compiler} is not found"}

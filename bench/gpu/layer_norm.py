@@ -1,4 +1,4 @@
-"""The norms' Triton kernels on a GPU: every launch, every branch, more than 2**31 elements, what they should take."""
+"""The norms' Triton and CUDA kernels on a GPU: launches, branches, more than 2**31 elements, what they should take."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAUNCH = 2.5e-6
 
 
 def cases() -> Sequence[Case]:
-    """Every launch of pick_config first, with more rows than programs hold at once, then the list's pairs."""
+    """Every launch first, with more rows than programs or blocks hold at once, then the list's pairs."""
     return [*_launches(), *(case for case in CASES if case.op in OPS and case.levels["dtype"] != "f64")]
 
 
@@ -47,7 +47,7 @@ def _launches() -> list[Case]:
     return found
 
 
-def masks_are_the_references(width: int, p: float, device: str) -> None:
+def masks_are_the_references(backend: str, width: int, p: float, device: str) -> None:
     """Forward and backward drop exactly the elements that the rule drops on the CPU."""
     rows = torch.cat([torch.arange(69), torch.tensor([2**33 + 7])])
     keep = dropout.keep_mask(torch.tensor(SEED), p, rows, width)
@@ -55,7 +55,7 @@ def masks_are_the_references(width: int, p: float, device: str) -> None:
     residual = torch.zeros(70, width, device=device, requires_grad=True)
     options: dict[str, Any] = {"dropout_p": p, "seed": torch.tensor(SEED, device=device)}
     for op in (ops.add_layer_norm, ops.add_rms_norm):
-        _, z = op(x, residual, **options, dropout_rows=rows.to(device), backend="triton")
+        _, z = op(x, residual, **options, dropout_rows=rows.to(device), backend=backend)
         dx, _ = torch.autograd.grad(z.sum(), (x, residual))
         assert torch.equal((z != 0).cpu(), keep), f"forward mask at width {width}, p = {p}"
         assert torch.equal((dx != 0).cpu(), keep), f"backward mask at width {width}, p = {p}"
@@ -77,19 +77,19 @@ def branches(device: str) -> Mapping[str, tuple[str, Inputs]]:
     return found
 
 
-def beyond_int32(width: int, device: str) -> None:
+def beyond_int32(backend: str, width: int, device: str) -> None:
     """The last rows of a call of more than 2**31 elements are those of a call of their own, bit for bit."""
     rows, last = 2**31 // width + 9, 8
     numbers = torch.arange(rows, device=device)
     x, residual, dy = (torch.empty(rows, width, dtype=torch.float16, device=device).normal_() for _ in range(3))
     options = {"dropout_p": 0.5, "seed": torch.tensor(SEED, device=device)}
     whole = run(
-        "add_rms_norm", {"x": x, "residual": residual, "dropout_rows": numbers, **options}, "triton",
+        "add_rms_norm", {"x": x, "residual": residual, "dropout_rows": numbers, **options}, backend,
         douts={"y": dy, "z": None},
     )  # fmt: skip
     alone = run(
         "add_rms_norm", {"x": x[-last:], "residual": residual[-last:], "dropout_rows": numbers[-last:], **options},
-        "triton", douts={"y": dy[-last:], "z": None},
+        backend, douts={"y": dy[-last:], "z": None},
     )  # fmt: skip
     for name, t in alone.outputs.items():
         assert bits_equal(t, whole.outputs[name][-last:]), f"{name} of the last rows, width {width}"
@@ -145,17 +145,21 @@ def predicted(group: Group, direction: str, limits: Mapping[str, Any]) -> float:
     return seconds
 
 
-SUBJECT = GpuSubject(
-    stem="layer_norm",
-    backend="triton",
-    cases=cases,
-    checks={
-        f"add_layer_norm masks of width {width}, p = {p}": partial(masks_are_the_references, width, p)
-        for width in (7, 64, 130, 8192, 65536)
-        for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
-    },
-    branches=branches,
-    large={f"add_rms_norm beyond 2**31, width {w}": partial(beyond_int32, w) for w in (1024, 65536)},
-    speed=replace(bench_layer_norm.SUBJECT, cases=_speed(), arguments=_arguments, eager=_eager),
-    predicted=predicted,
-)
+def _subject(backend: str) -> GpuSubject:
+    return GpuSubject(
+        stem="layer_norm",
+        backend=backend,
+        cases=cases,
+        checks={
+            f"add_layer_norm masks of width {width}, p = {p}": partial(masks_are_the_references, backend, width, p)
+            for width in (7, 64, 130, 8192, 65536)
+            for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+        },
+        branches=branches,
+        large={f"add_rms_norm beyond 2**31, width {w}": partial(beyond_int32, backend, w) for w in (1024, 65536)},
+        speed=replace(bench_layer_norm.SUBJECT, cases=_speed(), arguments=_arguments, eager=_eager),
+        predicted=predicted,
+    )
+
+
+TRITON, CUDA = _subject("triton"), _subject("cuda")

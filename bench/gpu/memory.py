@@ -37,7 +37,8 @@ def items(room: Room, results: Results) -> Iterator[Item]:
             )
         for name, check in subject.large.items():
             yield Item(f"{subject.backend} {name}", partial(_large, check, room.device), name.split()[0])
-    pairs = [(tool, subject.stem) for tool in TOOLS for subject in room.subjects]
+    stems = dict.fromkeys(subject.stem for subject in room.subjects)
+    pairs = [(tool, stem) for tool in TOOLS for stem in stems]
     for place, (tool, stem) in enumerate(pairs):
         yield Item(f"{tool} {stem}", partial(sanitize, tool, stem, room, len(pairs) - place))
 

@@ -13,6 +13,7 @@ import torch
 
 from bench.progress import Progress
 from bench.record import Results
+from tfm_kernels import _library
 
 from .subject import GpuSubject
 
@@ -90,6 +91,7 @@ def work(part: Part, room: Room) -> None:
 
     The file names the item that is running: should it take the process with it, whoever started the process can tell.
     """
+    _library.load_again()  # this process began before the build part ended
     results = room.results(part.name)
     try:
         pending = [item for item in part.items(room, results) if not results.has(item.key)]

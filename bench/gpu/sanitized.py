@@ -1,4 +1,4 @@
-"""python -m bench.gpu.sanitized STEM: what compute-sanitizer watches, the smallest call of each branch of an op."""
+"""python -m bench.gpu.sanitized STEM: an op's smallest call of each branch, for compute-sanitizer to watch."""
 
 import sys
 

@@ -29,11 +29,15 @@ def items(room: Room, results: Results) -> Iterator[Item]:
     if machine_limits is None:
         raise NotYetError("the limits are not measured")
     predicted = results.data.setdefault("predicted", {})
+    listed = set()  # a group times all backends: the second subject of an op adds none
     for subject in room.subjects:
         if subject.stem not in room.results("contract").data.get("complete", ()):
             raise NotYetError(f"the contract of {subject.stem} is not finished")
         yield Item(f"{subject.backend} {subject.stem} launch", partial(launch_cost, subject, room.device))
         for group in groups(subject.speed):
+            if group.key in listed:
+                continue
+            listed.add(group.key)
             predicted[group.key] = {d: subject.predicted(group, d, machine_limits) for d in group.directions}
             why = refusal(room, group.case.op)
             run = partial(_refuse, why) if why else partial(_measure, group, machine_limits, predicted, room.device)

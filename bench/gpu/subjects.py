@@ -3,4 +3,5 @@
 from . import layer_norm
 from .subject import GpuSubject
 
-SUBJECTS: tuple[GpuSubject, ...] = (layer_norm.SUBJECT,)
+SUBJECTS: tuple[GpuSubject, ...] = (layer_norm.TRITON, layer_norm.CUDA)
+STEMS = tuple(dict.fromkeys(subject.stem for subject in SUBJECTS))  # an op has a subject for each backend

@@ -40,6 +40,17 @@ __device__ inline float* shared_floats() {
 #endif
 }
 
+// One store of 16 bytes to global memory; of a plain one nvcc sometimes makes four.
+__device__ inline void store_16(void* address, uint4 word) {
+#ifdef TFM_SIMT
+  *static_cast<uint4*>(address) = word;
+#else
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(address)),
+               "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+               : "memory");
+#endif
+}
+
 inline const char* error_words(cudaError_t error) {  // null for success
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -135,7 +135,7 @@ __device__ inline void store(T* row, const Place& place, const float (&values)[p
 #pragma unroll
       for (int i = 0; i < kEach / 2; ++i)
         both.pairs[i] = Pair<T>::of(values[k][2 * i], values[k][2 * i + 1]);
-      *reinterpret_cast<uint4*>(row + column) = both.word;
+      store_16(row + column, both.word);
     } else {
 #pragma unroll
       for (int i = 0; i < kEach; ++i)

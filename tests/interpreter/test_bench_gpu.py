@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from bench.gpu import contract, layer_norm, memory, repeats
-from bench.gpu.layer_norm import SUBJECT
+from bench.gpu.layer_norm import TRITON
 from bench.gpu.part import Room, run
 from tfm_kernels import ops
 
-SMALL = {name: call for name, call in SUBJECT.branches("cpu").items() if "x63 " in name or "x64 " in name}
+SMALL = {name: call for name, call in TRITON.branches("cpu").items() if "x63 " in name or "x64 " in name}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_a_read_beside_a_tensor_is_seen(monkeypatch):
 
 
 def test_contract_items(tmp_path):
-    room = Room(tmp_path, {}, 0.0, [SUBJECT], "cpu")
+    room = Room(tmp_path, {}, 0.0, [TRITON], "cpu")
     items = {item.key: item for item in contract.items(room, None)}
     small = [key for key in items if "-17-width=" in key][:3]
     for key in small:

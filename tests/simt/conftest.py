@@ -1,5 +1,7 @@
 """These tests run csrc/cuda's kernels and bindings on CPU tensors: compiled by the host compiler, threads as fibers."""
 
+import zlib
+
 import pytest
 
 from tfm_kernels._backend import Choices
@@ -14,10 +16,11 @@ def library():
 
 
 @pytest.fixture(autouse=True)
-def simt(library, monkeypatch):
-    """Inside, backend="cuda" runs on CPU tensors; a test that starts no kernel by it says so."""
+def simt(request, library, monkeypatch):
+    """Inside, backend="cuda" runs on CPU tensors, under a schedule of the test's own."""
     answer_for_cpu_tensors(monkeypatch.setitem)
-    library.configure()
+    seed = zlib.crc32(request.node.name.encode())
+    library.configure(seed, multiprocessors=1 + seed % 4, resident=1 + seed % 3)
     yield library
     monkeypatch.undo()
     Choices.forget()

@@ -56,7 +56,8 @@ struct {
 Fiber* running = nullptr;
 ucontext_t scheduler;
 const std::function<void()>* work = nullptr;
-std::vector<Fiber*> ready;
+std::vector<Fiber*> ready, late;  // late ones go on only where no other can
+unsigned laggard = 0;             // the warp of every block that is late; beyond all: none
 std::vector<char*> stacks;
 std::mt19937_64 die;
 std::string error;
@@ -65,6 +66,8 @@ std::string error;
 const void* scheduler_stack = nullptr;
 size_t scheduler_size = 0;
 #endif
+
+void enlist(Fiber* fiber) { (fiber->index / kWarp == laggard ? late : ready).push_back(fiber); }
 
 void switch_to_scheduler(bool ends) {
   [[maybe_unused]] Fiber* me = running;
@@ -125,7 +128,7 @@ void prepare(Fiber& fiber, Block& block, unsigned index) {
   fiber.context.uc_stack = {fiber.stack, 0, kStack};
   fiber.context.uc_link = nullptr;
   makecontext(&fiber.context, entry, 0);
-  ready.push_back(&fiber);
+  enlist(&fiber);
 }
 
 std::unique_ptr<Block> begin(unsigned number, size_t shared_bytes) {
@@ -140,7 +143,7 @@ std::unique_ptr<Block> begin(unsigned number, size_t shared_bytes) {
 
 void wake(Fiber& fiber) {
   fiber.state = State::ready;
-  ready.push_back(&fiber);
+  enlist(&fiber);
 }
 
 // What stops the threads of a block, where none can go on.
@@ -159,7 +162,8 @@ void* shared() { return running->block->memory.get(); }
 int multiprocessors() { return settings.multiprocessors; }
 
 void let_others() {
-  ready.push_back(running);
+  enlist(running);
+  if (!ready.empty()) std::swap(ready.back(), ready[die() % ready.size()]);
   switch_to_scheduler(false);
 }
 
@@ -213,6 +217,12 @@ const char* launch(Dim blocks, Dim block_threads, size_t shared_bytes,
   work = &body;
   die.seed(settings.seed);
   ready.clear();
+  late.clear();
+  // Of three seeds one rolls the die for every step; one lets what was woken last go on, mostly, so
+  // that a warp gets far ahead; one lets a warp of every block fall behind as far as it can.
+  const bool ahead = settings.seed % 3 == 1;
+  const unsigned warps = (block_threads.x + kWarp - 1) / kWarp;
+  laggard = settings.seed % 3 == 2 ? static_cast<unsigned>(die() % warps) : ~0u;
   std::vector<unsigned> order(blocks.x);
   for (unsigned i = 0; i < blocks.x; ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), die);
@@ -223,14 +233,15 @@ const char* launch(Dim blocks, Dim block_threads, size_t shared_bytes,
       alive.push_back(begin(coming.front(), shared_bytes));
       coming.pop_front();
     }
-    if (ready.empty()) {
+    if (ready.empty() && late.empty()) {
       error = standstill(*alive.front());
       return error.c_str();  // its stacks are lost, as the launch is
     }
-    const size_t next = die() % ready.size();
-    Fiber* fiber = ready[next];
-    ready[next] = ready.back();
-    ready.pop_back();
+    std::vector<Fiber*>& from = ready.empty() ? late : ready;
+    const size_t next = ahead && die() % 64 ? from.size() - 1 : die() % from.size();
+    Fiber* fiber = from[next];
+    from[next] = from.back();
+    from.pop_back();
     Block* its = fiber->block;
     switch_to(fiber);
     if (its->done == its->fibers.size()) {
@@ -248,7 +259,7 @@ const char* launch(Dim blocks, Dim block_threads, size_t shared_bytes,
 EXPORT void simt_configure(uint64_t seed, int multiprocessors, int resident) {
   simt::settings.seed = seed;
   simt::settings.multiprocessors = multiprocessors;
-  simt::settings.resident = resident;
+  simt::settings.resident = std::max(resident, 1);
 }
 
 EXPORT long simt_launches() { return simt::settings.launches; }

@@ -1,0 +1,182 @@
+"""Defects planted into csrc/cuda, one at a time, and the calls that have to catch them.
+
+python -m tests.simt.defects clean         builds csrc/cuda as it is and runs the calls: exit code 0
+python -m tests.simt.defects dropped_barrier    builds it with a defect: any other exit code
+"""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from tests.fences import fenced, huge
+from tests.simt.build import ROOT, build
+from tests.simt.library import Simt, answer_for_cpu_tensors
+from tfm_kernels.ops.layer_norm import BWD, FWD
+from tfm_kernels.testing import assert_contract
+from tfm_kernels.testing.contract import run
+
+FWD_FILE, BWD_FILE = "layer_norm_fwd.cu", "layer_norm_bwd.cu"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A file of csrc/cuda, and what is put in the place of what; ``quick`` ones are tried by every run of the tests."""
+
+    file: str
+    changes: tuple[tuple[str, str], ...]
+    quick: bool = False
+
+    def text(self):
+        """The file with the defect. Each piece must occur just once, so that none is lost when the source changes."""
+        text = (ROOT / "csrc" / "cuda" / self.file).read_text()
+        for old, new in self.changes:
+            assert text.count(old) == 1, f"{self.file} holds {text.count(old)} times: {old}"
+            text = text.replace(old, new)
+        return text
+
+
+def _defect(file, old, new, **options):
+    return Defect(file, ((old, new),), **options)
+
+
+DEFECTS = {
+    "dropped_barrier": _defect(
+        "reduce.cuh", "__syncthreads();\n    return warp_sum(", "return warp_sum(", quick=True
+    ),
+    "divergent_barrier": _defect(
+        "reduce.cuh", "__syncthreads();\n    return warp_sum(", "if (warp > 0) __syncthreads();\n    return warp_sum("
+    ),
+    "one_half_of_the_memory_for_all_sums": _defect("reduce.cuh", "turn_ ^= 1;", ""),
+    "wrong_lane_in_a_shuffle": _defect("reduce.cuh", "value, offset);", "value, offset ^ 1);", quick=True),
+    "lane_of_another_warp_in_a_shuffle": _defect("reduce.cuh", "value, offset);", "value, 2 * offset);"),
+    "mask_of_half_a_warp": _defect("reduce.cuh", "0xffffffffu", "0x0000ffffu"),
+    "lost_shuffle": _defect("reduce.cuh", "offset > 0;", "offset > 1;"),
+    "lost_warp_of_a_block": _defect("reduce.cuh", "lane < warps ?", "lane < warps - 1 ?"),
+    "rows_of_one_block": _defect("reduce.cuh", "* gridDim.x + blockIdx.x;", "* gridDim.x;"),
+    "arrives_before_it_has_written": _defect(
+        "reduce.cuh", "__threadfence();\n  __syncthreads();", "__threadfence();"
+    ),
+    "last_but_one_adds_up": _defect("reduce.cuh", "== blocks - 1 ?", "== (blocks > 1 ? blocks - 2 : 0) ?"),
+    "reads_one_column_too_many": _defect(
+        "pack.cuh", "if (column + i < place.n) op(", "if (column + i <= place.n) op(", quick=True
+    ),
+    "writes_one_column_too_many": _defect(
+        "pack.cuh", "if (column + i < place.n) row[", "if (column + i <= place.n) row["
+    ),
+    "reads_a_pack_too_many": _defect(
+        "pack.cuh", "if (column >= place.n) continue;\n      float values", "float values"
+    ),
+    "writes_a_pack_too_many": _defect(
+        "pack.cuh", "if (column >= place.n) continue;\n      Both both", "Both both"
+    ),
+    "offsets_of_32_bits": _defect(
+        "pack.cuh", "const int64_t offset = m * rows.stride;", "const int offset = static_cast<int>(m * rows.stride);"
+    ),
+    "float32_weight_read_as_16_bits": _defect(
+        "pack.cuh", "rows.type == kDType<T>", "sizeof(T) == 2 || rows.type == kDType<T>"
+    ),
+    "aligned_although_it_is_not": _defect("pack.cuh", "if (place.aligned) {\n#pragma", "if (true) {\n#pragma"),
+    "missing_dropout_scale": _defect("philox.cuh", "values[k][i + j] * dropout.scale", "values[k][i + j]", quick=True),
+    "nine_rounds": _defect("philox.cuh", "round < 10", "round < 9"),
+    "lanes_of_the_draw_swapped": _defect("philox.cuh", "each[j] >", "each[j ^ 1] >"),
+    "row_number_of_32_bits": _defect("philox.cuh", "static_cast<uint32_t>(row >> 32)", "0"),
+    "row_numbers_not_read": _defect("philox.cuh", "dropout.rows ? dropout.rows[m] : m", "m"),
+    "one_pass_variance": Defect(
+        FWD_FILE,
+        (
+            ("const float d = values[k][i] - mean;", "const float d = values[k][i];"),
+            ("group.sum(squares) / divisor +", "(group.sum(squares) - args.n * mean * mean) / divisor +"),
+        ),
+        quick=True,
+    ),
+    "variance_counts_columns_that_are_not_there": _defect(
+        FWD_FILE, "here.first + k * distance + i < args.n ? d * d : 0.0f", "d * d"
+    ),
+    "biased_where_unbiased_is_asked": _defect(FWD_FILE, "args.unbiased ? args.n - 1 : args.n", "args.n"),
+    "z_not_rounded": _defect(FWD_FILE, "static_cast<float>(static_cast<T>(values[k][i] + r))", "values[k][i] + r"),
+    "bias_before_weight": Defect(
+        FWD_FILE, (("values[k][i] *= w;", "values[k][i] += w;"), ("values[k][i] += b;", "values[k][i] *= b;"))
+    ),
+    "mean_of_g_left_out": _defect(BWD_FILE, "g[k][i] - sum - xhat", "g[k][i] - xhat", quick=True),
+    "gradient_of_z_left_out": _defect(BWD_FILE, "dz[k][i] += d;", ""),
+    "gradient_not_dropped": _defect(BWD_FILE, "drop(args.dropout, m, place, dz);", ""),
+    "weight_in_dbias": _defect(BWD_FILE, "dbias[k][i] + g[k][i]", "dbias[k][i] + g[k][i] * rstd"),
+    "lost_warp_of_the_partial_sums": _defect("partial.cuh", "other < warps;", "other < warps - 1;"),
+    "partial_sums_read_too_early": _defect(
+        "partial.cuh", "  __syncthreads();\n  for (int column", "  for (int column"
+    ),
+    "partial_sums_written_over": _defect("partial.cuh", "  __syncthreads();  // the memory is free again\n", ""),
+    "partial_sums_begun_anew": _defect("partial.cuh", "begins ? terms", "true ? terms"),
+    "lost_block_of_a_group": _defect("partial.cuh", "add_rows(sum, width, count,", "add_rows(sum, width, count - 1,"),
+    "lost_group_of_blocks": _defect("partial.cuh", "* width, groups, width", "* width, groups - 1, width"),
+}  # fmt: skip
+
+
+def randn(*shape, dtype=torch.float32, seed=0, mean=0.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + mean).to(dtype)
+
+
+def _call(op, rows, width, dtype, mean=0.0):
+    """Everything there is, between protected pages."""
+    inputs = {"x": randn(rows, width, dtype=dtype, mean=mean), "weight": randn(width, seed=1), "eps": 1e-5}
+    if op.endswith("layer_norm"):
+        inputs |= {"bias": randn(width, dtype=dtype, seed=2), "unbiased": True}
+    if op.startswith("add"):
+        rows_far = torch.arange(rows) * (2**33 + 1)
+        inputs |= {"residual": randn(rows, width, dtype=dtype, seed=3), "dropout_p": 0.3, "dropout_rows": rows_far}
+        inputs["seed"] = torch.tensor(2**40 + 5)
+    return {name: fenced(t) if isinstance(t, torch.Tensor) and t.dim() else t for name, t in inputs.items()}
+
+
+def trial(simt):
+    """Raises, or ends the process, where csrc/cuda is wrong: each launch, the contract, schedules, far rows."""
+    cases = [
+        ("add_layer_norm", 70, 40, torch.bfloat16), ("add_rms_norm", 9, 63, torch.float16),
+        ("add_layer_norm", 17, 508, torch.float32), ("rms_norm", 9, 900, torch.bfloat16),
+        ("add_layer_norm", 5, 1023, torch.float32), ("add_layer_norm", 9, 1544, torch.bfloat16),
+        ("rms_norm", 9, 1601, torch.float32), ("add_layer_norm", 5, 16385, torch.float32),
+    ]  # fmt: skip
+    simt.configure(1, multiprocessors=3, resident=2)
+    for op, rows, width, dtype in cases:
+        assert_contract(op, _call(op, rows, width, dtype), "cuda")
+    assert_contract("layer_norm", {"x": randn(5, 640, mean=1e3), "unbiased": False}, "cuda")
+    for op, rows, width, dtype in cases:
+        inputs = _call(op, rows, width, dtype)
+        first = run(op, inputs, "cuda")
+        for seed in range(2, 8):
+            simt.configure(seed, multiprocessors=3, resident=1 + seed % 3)
+            again = run(op, inputs, "cuda", douts=first.douts)
+            for name, t in [*first.outputs.items(), *first.grads.items()]:
+                other = again.outputs.get(name) if name in first.outputs else again.grads[name]
+                assert torch.equal(t, other), f"{op} {name}: seed {seed} differs"
+    _far_rows()
+
+
+def _far_rows():
+    far = 2**31 + 4096
+    x, weight = randn(2, 96, dtype=torch.float16), randn(96, seed=1)
+    apart = huge(far + 2**17, torch.float16).as_strided((2, 96), (far, 1)).copy_(x)
+    options = (None, weight, None, 1e-5, True, False, 0.0, None, None)
+    y, _, mean, rstd = FWD["cuda"](x, *options)
+    assert torch.equal(FWD["cuda"](apart, *options)[0], y), "far rows"
+    options = (mean, rstd, weight, True, False, 0.0, None, None, True, False)
+    expected = BWD["cuda"](x, None, x, *options)[0]
+    assert torch.equal(BWD["cuda"](apart, None, apart, *options)[0], expected), "far rows"
+
+
+def main(name):
+    """Builds and tries."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    defect = DEFECTS.get(name)
+    path = build() if name == "clean" else build(patched=(f"defect-{name}", {defect.file: defect.text()}))
+    simt = Simt(path)
+    answer_for_cpu_tensors(dict.__setitem__)
+    print("begins", flush=True)
+    trial(simt)
+    print("passed", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
