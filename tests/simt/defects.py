@@ -77,7 +77,7 @@ DEFECTS = {
         "pack.cuh", "rows.type == kDType<T>", "sizeof(T) == 2 || rows.type == kDType<T>"
     ),
     "aligned_although_it_is_not": _defect("pack.cuh", "if (place.aligned) {\n#pragma", "if (true) {\n#pragma"),
-    "missing_dropout_scale": _defect("philox.cuh", "values[k][i + j] * dropout.scale", "values[k][i + j]", quick=True),
+    "missing_dropout_scale": _defect("philox.cuh", "values[k][i + j] * dropout.scale", "values[k][i + j]"),
     "nine_rounds": _defect("philox.cuh", "round < 10", "round < 9"),
     "lanes_of_the_draw_swapped": _defect("philox.cuh", "each[j] >", "each[j ^ 1] >"),
     "row_number_of_32_bits": _defect("philox.cuh", "static_cast<uint32_t>(row >> 32)", "0"),
@@ -98,7 +98,7 @@ DEFECTS = {
     "bias_before_weight": Defect(
         FWD_FILE, (("values[k][i] *= w;", "values[k][i] += w;"), ("values[k][i] += b;", "values[k][i] *= b;"))
     ),
-    "mean_of_g_left_out": _defect(BWD_FILE, "g[k][i] - sum - xhat", "g[k][i] - xhat", quick=True),
+    "mean_of_g_left_out": _defect(BWD_FILE, "g[k][i] - sum - xhat", "g[k][i] - xhat"),
     "gradient_of_z_left_out": _defect(BWD_FILE, "dz[k][i] += d;", ""),
     "gradient_not_dropped": _defect(BWD_FILE, "drop(args.dropout, m, place, dz);", ""),
     "weight_in_dbias": _defect(BWD_FILE, "dbias[k][i] + g[k][i]", "dbias[k][i] + g[k][i] * rstd"),

@@ -1,0 +1,93 @@
+"""setup.py: which extensions it makes of what is there, and for which GPUs. Nothing is compiled."""
+
+import os
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import setuptools
+
+from tfm_kernels import _library
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """A function that runs setup.py in a world with or without nvcc and GPUs: (what setup() was told, its globals)."""
+    which, run = shutil.which, subprocess.run
+    monkeypatch.setattr(setuptools, "setup", lambda **words: told.update(words))
+    told = {}
+
+    def describe(nvcc="/usr/bin/nvcc", gpus=None, archs=None):
+        def answer(command, **options):
+            if command[0] != "nvidia-smi":
+                return run(command, **options)
+            if gpus is None:
+                raise FileNotFoundError(command[0])
+            return subprocess.CompletedProcess(command, 0, stdout=gpus, stderr="")
+
+        monkeypatch.setattr(shutil, "which", lambda name: nvcc if name.endswith("nvcc") else which(name))
+        monkeypatch.setattr(subprocess, "run", answer)
+        monkeypatch.delenv("TFM_KERNELS_CUDA_ARCHS", raising=False)
+        if archs is not None:
+            monkeypatch.setenv("TFM_KERNELS_CUDA_ARCHS", archs)
+        told.clear()
+        return runpy.run_path(str(ROOT / "setup.py")), told
+
+    return describe
+
+
+def names(told):
+    return [extension.name for extension in told["ext_modules"]]
+
+
+def test_nvcc_decides_not_a_gpu(described):
+    made, told = described()
+    assert names(told) == ["tfm_kernels._C", "tfm_kernels._cuda"] and made["ARCHS"] == ["80", "90a"]
+    sources = told["ext_modules"][1].sources
+    assert "csrc/cuda/layer_norm_fwd.cu" in sources and "csrc/cuda/module.cpp" in sources
+    assert not set(sources) & set(told["ext_modules"][0].sources)
+
+
+def test_without_nvcc_everything_else_is_built_and_it_is_said(described, capsys):
+    _, told = described(nvcc=None, gpus="9.0\n")
+    assert names(told) == ["tfm_kernels._C"]
+    assert capsys.readouterr().err == "tfm_kernels: nvcc is not here, so the CUDA kernels are left out\n"
+
+
+@pytest.mark.parametrize(
+    "gpus, archs, expected",
+    [
+        ("9.0\n9.0\n", None, ["90a"]),
+        ("8.6\n8.0\n", None, ["80", "86"]),
+        ("N/A\n", None, ["80", "90a"]),
+        ("9.0\n", "80", ["80"]),
+        ("9.0\n", "80;100a", ["80", "100a"]),
+    ],
+)
+def test_architectures(described, gpus, archs, expected):
+    made, told = described(gpus=gpus, archs=archs)
+    assert made["ARCHS"] == expected and "tfm_kernels._cuda" in names(told)
+
+
+def test_no_architectures_leave_the_cuda_kernels_out(described, capsys):
+    made, told = described(archs="")
+    assert names(told) == ["tfm_kernels._C"] and made["ARCHS"] == [] and capsys.readouterr().err == ""
+
+
+def test_ptx_of_the_first_portable_architecture(described):
+    made, _ = described()
+    words = made["gencode"](["80", "90a"]).split()
+    assert words == ["-gencode=arch=compute_80,code=[sm_80,compute_80]", "-gencode=arch=compute_90a,code=sm_90a"]
+    assert made["gencode"](["90a"]) == "-gencode=arch=compute_90a,code=sm_90a"
+
+
+@pytest.mark.skipif(_library.cuda_extension is None, reason=_library.cuda_missing or "")
+def test_what_was_built_says_for_what():
+    info = _library.cuda_extension.build_info()
+    assert set(info) == {"architectures", "cuda", "flags", "compiler"} and all(info.values())
+    if "TFM_KERNELS_CUDA_ARCHS" not in os.environ and shutil.which("nvidia-smi") is None:
+        assert info["architectures"] == "80 90a" and "-fmad=false" in info["flags"]
