@@ -38,7 +38,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 SIBLINGS_APART = ("reference", "aten", "triton")  # files in these folders do not import one another
-SHARED = ("_tile", "_launch")  # but for these
+SHARED = ("_tile", "_launch", "_gemm", "_sums", "_activation")  # but for these
 
 
 def modules():

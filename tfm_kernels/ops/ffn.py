@@ -17,6 +17,7 @@ the backward recomputes it.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import _backend, _check, _library
@@ -24,7 +25,7 @@ from ..aten import ffn as aten
 from ..reference import ffn as reference
 from .ffn_call import ACTIVATIONS, Call, describe, prefer
 
-_COMPILED = ("cpu",)
+COMPILED = ("cpu", "triton")
 
 
 def _cpu(call: Call) -> str | None:
@@ -33,10 +34,21 @@ def _cpu(call: Call) -> str | None:
     return _library.missing("ffn_fwd", "cpu") or _library.missing("ffn_bwd", "cpu")
 
 
-SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
+def _triton(call: Call) -> str | None:
+    if call.dtype == torch.float64:
+        return "has no float64 kernels"
+    if call.device != "cuda" and not (call.device == "cpu" and _library.triton_interprets()):
+        return f"needs a CUDA tensor, got {call.device}"
+    if call.training:
+        return "has no backward kernels yet"
+    return _library.missing("ffn_fwd", "triton")
 
 
-OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe))
+SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
+REMARKS = {"triton": "not yet proven on a GPU; name it explicitly"}
+
+
+OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe, REMARKS))
 _CHOICES = _backend.Choices()  # (backend, Call)
 
 
@@ -52,20 +64,20 @@ def _bwd_fake(dy, x, w1, b1, w2, gate, preact, activation, dropout_p, seed, drop
     return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
 
 
-_FWD = _library.declare(
+FWD = _library.declare(
     "ffn_fwd",
     "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate, int activation, float dropout_p, "
     "Tensor? seed, Tensor? dropout_rows, bool save_preact) -> (Tensor y, Tensor preact)",
     _fwd_fake,
-    _COMPILED,
+    COMPILED,
 )
-_BWD = _library.declare(
+BWD = _library.declare(
     "ffn_bwd",
     "(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? gate, Tensor preact, int activation, "
     "float dropout_p, Tensor? seed, Tensor? dropout_rows, bool need_x, bool need_w1, bool need_b1, bool need_w2, "
     "bool need_b2, bool need_gate) -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, Tensor dgate)",
     _bwd_fake,
-    _COMPILED,
+    ("cpu",),
 )
 
 
@@ -84,7 +96,7 @@ def _gradients(ctx, backward, needs, dy, _dpreact):
     return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), *(None,) * 5
 
 
-_apply = _library.differentiate(_FWD, _BWD, _save, _gradients)
+_apply = _library.differentiate({"cpu": FWD["cpu"]}, BWD, _save, _gradients)
 
 
 def ffn(
@@ -160,5 +172,6 @@ def ffn(
     else:
         index, save = ACTIVATIONS.index(activation), call.training and not recompute
         dropout_rows = None if dropout_rows is None else dropout_rows.contiguous()
-        y, _ = _apply(name, rows, w1, b1, w2, b2, gate, index, float(dropout_p), seed, dropout_rows, save)
+        arguments = (rows, w1, b1, w2, b2, gate, index, float(dropout_p), seed, dropout_rows, save)
+        y, _ = _apply(name, *arguments) if name == "cpu" else FWD[name](*arguments)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)

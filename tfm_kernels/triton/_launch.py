@@ -82,3 +82,8 @@ def on(x: Tensor) -> AbstractContextManager:
 def capability(x: Tensor) -> tuple[int, int]:
     """Compute capability of the device of ``x``; an interpreted call takes the launches of an H200."""
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """``x`` (M, N) with unit stride along N, copied only where its strides do not allow that; either may be 0."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()

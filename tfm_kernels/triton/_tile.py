@@ -56,6 +56,14 @@ def store_tile(value, ptr, offs_m, first, M, N, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
+def store_strided(value, ptr, offs_m, first, M, N, stride_m, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
+    """Writes a tile of (M, N) with rows ``stride_m`` apart (int64), rounded once to its type."""
+    offs_n = first + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & inside(offs_n, N, ALIGNED)[None, :]
+    tl.store(tile(ptr, offs_m * stride_m, offs_n, ALIGNED), value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def load_row_numbers(rows_ptr, offs_m, M):
     """(BLOCK_M,) int64: the rows' numbers in the random rule."""
     row_numbers = offs_m

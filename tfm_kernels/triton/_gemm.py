@@ -1,0 +1,251 @@
+"""What the Triton kernels that multiply matrices share: the order of tiles, the sum over k, and the plain product.
+
+C (M, N) = A B over k. A matrix whose neighbours in k lie side by side is "k inner": x (M, E) and w1 (F, E) in x w1^T;
+else its neighbours in M or N do: dp (M, F) and x (M, E) in dp^T x.
+
+Owns:    persistent programs: each takes every programs-th tile of block_m x block_n, whose sum stays in registers.
+         Where there are few tiles and many k, k is cut in parts that are summed apart and added up in a fixed order.
+Traffic: reads A tiles_n times and B tiles_m times, mostly from L2: group_m rows of tiles go together; writes C once.
+         2 M N K FLOPs.
+Limits:  float16, bfloat16, float32, sums float32. float32 is IEEE unless torch allows TF32. No atomics.
+Config:  pick_config() below; not yet measured on a GPU.
+Source:  own work; the grouped order of tiles as in Triton's tutorial 03.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import _launch
+from ._sums import sum_rows
+from ._tile import inside, load_columns, store_tile, tile
+
+# How often gemm_kernel is compiled at most for one combination of storage type, precision, optional arguments and what
+# is k inner, whatever the shapes: three launches of aligned matrices and one of others; where k may be cut, two more
+# that write parts.
+MAX_COMPILATIONS = 6
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a product is launched.
+
+    Attributes:
+        block_m: rows of a tile.
+        block_n: columns of a tile.
+        block_k: summed at once.
+        num_warps: warps of one program.
+        num_stages: tiles of A and B in shared memory, those asked for ahead among them.
+        programs: how many programs share the tiles.
+        max_registers: of a thread, so that ``programs`` fit; None leaves it to the compiler.
+        splits: parts of k that are summed apart.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    max_registers: int | None = None
+    splits: int = 1
+
+
+GROUP_M = 8  # rows of tiles that go together: 8 x 8 tiles of 128 x 256 read 3 MB at K = 512, far less than an L2 holds
+PART = tl.constexpr(32)  # columns() of this width at the end of a tile
+LEAST_K = 512  # a part of k is not shorter: its partial sums cost 4 bytes an element, written and read
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How the products of a storage type are formed: "half" (16 bits), "ieee" or, where torch allows it, "tf32"."""
+    if dtype != torch.float32:
+        return "half"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def candidates(kind: str, aligned: bool, major: int) -> tuple[Config, ...]:
+    """From the largest tile to the smallest; ``programs`` is the number planned on one multiprocessor."""
+    if kind == "ieee":  # no tensor cores: every thread multiplies, from registers
+        return (
+            (Config(128, 128, 16, 8, 3, 1), Config(64, 64, 16, 4, 3, 2)) if aligned else (Config(32, 32, 16, 4, 2, 2),)
+        )
+    block_k = 64 if kind == "half" and major in (9, 10) else 32  # others have half of their shared memory
+    if not aligned:  # read element by element
+        return (Config(64, 64, block_k, 8, 2, 1),)
+    found = Config(128, 128, block_k, 8, 3, 1), Config(64, 64, block_k, 4, 3, 2)
+    if kind == "half" and major == 9:
+        return Config(128, 256, 64, 8, 3, 1), replace(found[0], programs=2, max_registers=128), found[1]
+    return found
+
+
+def tiles(M: int, N: int, config: Config) -> int:
+    """How many tiles C has."""
+    return triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+
+
+def pick(found: tuple[Config, ...], M: int, N: int, capability: tuple[int, int]) -> Config:
+    """Of ``found``, the largest tile that gives work to every multiprocessor; ``programs`` as many as they hold."""
+    multiprocessors = _launch.MULTIPROCESSORS.get(capability[0], 132)
+    config = next((c for c in found if tiles(M, N, c) >= multiprocessors), found[-1])
+    return replace(config, programs=max(1, min(config.programs * multiprocessors, tiles(M, N, config))))
+
+
+def pick_config(M: int, N: int, kind: str, aligned: bool, capability: tuple[int, int]) -> Config:
+    """The launch for C (M, N) on a GPU of this compute capability; ``kind`` as precision() says.
+
+    Large tiles read least; a tile's registers and shared memory are planned for ``programs`` of candidates() on a
+    multiprocessor (tests/aot/ffn.json).
+    """
+    return pick(candidates(kind, aligned, capability[0]), M, N, capability)
+
+
+def pick_split(M: int, N: int, K: int, kind: str, aligned: bool, capability: tuple[int, int]) -> Config:
+    """The launch where k is long and C may be small, as a weight's gradient: parts of k feed all multiprocessors."""
+    config = pick_config(M, N, kind, aligned, capability)
+    multiprocessors = _launch.MULTIPROCESSORS.get(capability[0], 132)
+    if config.programs >= multiprocessors and tiles(M, N, config) >= multiprocessors:
+        return config
+    found = candidates(kind, aligned, capability[0])
+    config = found[-2] if len(found) > 1 else found[0]  # 128 x 128: parts of k fill the GPU, not smaller tiles
+    count, most = tiles(M, N, config), config.programs * multiprocessors
+    splits = max(1, min(most // max(count, 1), K // LEAST_K))
+    return replace(config, programs=max(1, min(most, count * splits)), splits=splits)
+
+
+@triton.jit
+def place(number, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of a tile: GROUP_M rows go together, column by column, and find in L2 what they share."""
+    first_m = number // (GROUP_M * tiles_n) * GROUP_M
+    rows = tl.minimum(tiles_m - first_m, GROUP_M)
+    within = number % (GROUP_M * tiles_n)
+    return first_m + within % rows, within // rows
+
+
+@triton.jit
+def load_factor(
+    ptr, offs, count, left, stride, BLOCK_K: tl.constexpr, K_INNER: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """A tile of a matrix whose first k ``ptr`` points to, 0 beyond its edges: (offs, BLOCK_K), or its transpose.
+
+    ``offs`` (int64) are its rows, or columns where it is not K_INNER, of ``count``; ``left`` is how many k there are.
+    """
+    offs_k = tl.arange(0, BLOCK_K)
+    if K_INNER:
+        mask = (offs < count)[:, None] & inside(offs_k, left, ALIGNED)[None, :]
+        value = tl.load(tile(ptr, offs * stride, offs_k, ALIGNED), mask=mask, other=0.0)
+    else:
+        mask = (offs_k < left)[:, None] & inside(offs, count, ALIGNED)[None, :]
+        value = tl.load(tile(ptr, offs_k * stride, offs, ALIGNED), mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
+def product(
+    acc, a_ptr, b_ptr, offs_m, offs_n, M, N, first, last, a_stride, b_stride, BLOCK_K: tl.constexpr,
+    A_K_INNER: tl.constexpr, B_K_INNER: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """acc (offs_m, offs_n) + the sum over k = first..last - 1; ``first`` is a multiple of BLOCK_K."""
+    for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        left = tl.minimum(last - k, BLOCK_K).to(tl.int32)
+        a = load_factor(
+            a_ptr + (k if A_K_INNER else k * a_stride), offs_m, M, left, a_stride, BLOCK_K, A_K_INNER, ALIGNED
+        )
+        b = load_factor(
+            b_ptr + (k if B_K_INNER else k * b_stride), offs_n, N, left, b_stride, BLOCK_K, B_K_INNER, ALIGNED
+        )
+        a = a if A_K_INNER else tl.trans(a)
+        b = tl.trans(b) if B_K_INNER else b
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def columns(t, part: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Part 0, 1, ... of the columns of a tile; what ends a sum needs as many registers less as there are PARTS."""
+    tl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4)
+    value = t
+    if PARTS > 1:
+        left, right = tl.split(tl.permute(tl.reshape(t, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        value = left if part < PARTS // 2 else right
+        if PARTS == 4:
+            left, right = tl.split(tl.permute(tl.reshape(value, (BLOCK_M, 2, BLOCK_N // 4)), (0, 2, 1)))
+            value = left if part % 2 == 0 else right
+    return value
+
+
+_RUNTIME = (
+    "a_ptr", "b_ptr", "a2_ptr", "b2_ptr", "bias_ptr", "c_ptr", "M", "N", "K", "part", "splits", "a_stride", "b_stride",
+    "a2_stride", "b2_stride",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def gemm_kernel(
+    a_ptr, b_ptr, a2_ptr, b2_ptr, bias_ptr, c_ptr, M: tl.int64, N: tl.int64, K: tl.int64, part: tl.int64,
+    splits: tl.int32, a_stride: tl.int64, b_stride: tl.int64, a2_stride: tl.int64, b2_stride: tl.int64,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    A_K_INNER: tl.constexpr, B_K_INNER: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """C = A B [+ A2 B2] [+ bias], contiguous; (splits, M, N) float32 of parts of ``part`` k where splits > 1."""
+    tiles_m = tl.cdiv(M, BLOCK_M).to(tl.int32)
+    tiles_n = tl.cdiv(N, BLOCK_N).to(tl.int32)
+    for number in tl.range(tl.program_id(0), tiles_m * tiles_n * splits, tl.num_programs(0)):
+        split = (number // (tiles_m * tiles_n)).to(tl.int64)
+        m, n = place(number % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+        offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc = product(
+            acc, a_ptr, b_ptr, offs_m, offs_n, M, N, split * part, tl.minimum(split * part + part, K), a_stride,
+            b_stride, BLOCK_K, A_K_INNER, B_K_INNER, ALIGNED, PRECISION, STAGES,
+        )  # fmt: skip
+        if a2_ptr is not None:
+            acc = product(
+                acc, a2_ptr, b2_ptr, offs_m, offs_n, M, N, split * 0, K, a2_stride, b2_stride, BLOCK_K, A_K_INNER,
+                B_K_INNER, ALIGNED, PRECISION, STAGES,
+            )  # fmt: skip
+        if bias_ptr is not None:
+            acc += load_columns(bias_ptr, n * BLOCK_N, N, BLOCK_N, ALIGNED)
+        store_tile(acc, c_ptr + split * M * N, offs_m, n * BLOCK_N, M, N, BLOCK_M, BLOCK_N, ALIGNED)
+
+
+def gemm(
+    a: Tensor, b: Tensor, config: Config, kind: str, aligned: bool, *, a_k_inner: bool, b_k_inner: bool,
+    bias: Tensor | None = None, a2: Tensor | None = None, b2: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """C = A B [+ A2 B2] [+ bias], (M, N) in the type of ``a``, launched on the current device.
+
+    Args:
+        a: (M, K), or (K, M) where it is not ``a_k_inner``; unit stride along its last axis.
+        b: (N, K), or (K, N) where it is not ``b_k_inner``; likewise.
+        config: of pick_config() or, without bias and second product, of pick_split().
+        kind: of precision().
+        aligned: whether all rows of all matrices, C's too, start and end at multiples of 16 bytes (_launch.aligned).
+        bias: (N,).
+        a2: as ``a``, with ``b2`` a second product that is added.
+        b2: as ``b``.
+    """
+    M, K = a.shape if a_k_inner else (a.shape[1], a.shape[0])
+    N = b.shape[0] if b_k_inner else b.shape[1]
+    part = triton.cdiv(triton.cdiv(K, config.splits), config.block_k) * config.block_k
+    splits = max(1, triton.cdiv(K, part)) if part else 1
+    shape, dtype = ((M, N), a.dtype) if splits == 1 else ((splits, M * N), torch.float32)
+    c = torch.empty(shape, dtype=dtype, device=a.device)
+    if M == 0 or N == 0:
+        return c.view(M, N)
+    gemm_kernel[(config.programs,)](
+        a_ptr=a, b_ptr=b, a2_ptr=a2, b2_ptr=b2, bias_ptr=bias, c_ptr=c, M=M, N=N, K=K, part=max(part, 1), splits=splits,
+        a_stride=a.stride(0), b_stride=b.stride(0), a2_stride=0 if a2 is None else a2.stride(0),
+        b2_stride=0 if b2 is None else b2.stride(0), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, GROUP_M=GROUP_M, A_K_INNER=a_k_inner, B_K_INNER=b_k_inner, ALIGNED=aligned,
+        PRECISION="tf32" if kind == "tf32" else "ieee", STAGES=config.num_stages, num_warps=config.num_warps,
+        maxnreg=config.max_registers, enable_fp_fusion=False,
+    )  # fmt: skip
+    return c if splits == 1 else sum_rows(c, a.dtype).view(M, N)
