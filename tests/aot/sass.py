@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-COUNTED = ("LDL", "STL", "HMMA", "HGMMA", "LDG", "STG", "LDGSTS", "ATOM", "ATOMG", "RED")
+COUNTED = ("LDL", "STL", "HMMA", "HGMMA", "UTCHMMA", "LDG", "STG", "LDGSTS", "ATOM", "ATOMG", "RED")
 
 
 def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=None):
@@ -34,15 +34,11 @@ def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=Non
 
 def figures(compiled):
     """Registers, bytes of stack and of shared memory, and how often each instruction of COUNTED occurs."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _output(TOOLS / "cuobjdump", "-res-usage", file.name)
-        code = _output(TOOLS / "nvdisasm", "-c", file.name)
+    usage, code = _read(compiled)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     registers, stack, shared, local = map(int, found.groups())
     # SHARED is the static part, metadata.shared what the launch asks for
-    counts = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", code, re.MULTILINE))
+    counts = Counter(_INSTRUCTION.findall(code))
     return {
         "registers": registers,
         "stack": stack,
@@ -50,6 +46,37 @@ def figures(compiled):
         "shared": max(shared, compiled.metadata.shared),
         **{name: counts[name] for name in COUNTED if counts[name]},
     }
+
+
+def main_loops(compiled, products):
+    """How often the instructions of COUNTED and of ``products`` occur in each innermost loop that holds a product.
+
+    Args:
+        compiled: of compile_kernel().
+        products: the instructions that multiply, such as ("HGMMA",).
+    """
+    _, code = _read(compiled)
+    lines, labels, loops = code.splitlines(), {}, []
+    for number, line in enumerate(lines):
+        if found := re.match(r"(\.L_x_\d+):", line):
+            labels[found[1]] = number
+        elif (found := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)) and found[1] in labels:
+            loops.append((labels[found[1]], number))
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    counts = [Counter(_INSTRUCTION.findall("\n".join(lines[first:last]))) for first, last in inner]
+    kept = {*COUNTED, *products}
+    return [{k: n for k, n in count.items() if k in kept} for count in counts if any(count[p] for p in products)]
+
+
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", re.MULTILINE)
+
+
+def _read(compiled):
+    """What cuobjdump and nvdisasm say of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return _output(TOOLS / "cuobjdump", "-res-usage", file.name), _output(TOOLS / "nvdisasm", "-c", file.name)
 
 
 def _output(*command):

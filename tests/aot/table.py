@@ -92,21 +92,20 @@ def _sum(arch):
     return {"kernel": kernel, "types": types, "constexprs": block, "arch": arch, "num_warps": 4}
 
 
-def load():
+def load(file=FILE):
     """The committed figures."""
-    return json.loads(FILE.read_text())
+    return json.loads(file.read_text())
 
 
-def main():
-    """Compiles everything and writes the file, one line an entry."""
+def write(file, every, measure):
+    """Compiles everything and writes a file, one line an entry."""
     found = {}
-    every = entries()
     for name, entry in every.items():
         found[name] = measure(entry)
         print(f"\r{len(found)} of {len(every)}", end="", file=sys.stderr)
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items())
-    FILE.write_text(f'{{\n "triton": {json.dumps(triton.__version__)},\n "kernels": {{\n{lines}\n }}\n}}\n')
+    file.write_text(f'{{\n "triton": {json.dumps(triton.__version__)},\n "kernels": {{\n{lines}\n }}\n}}\n')
 
 
 if __name__ == "__main__":
-    main()
+    write(FILE, entries(), measure)

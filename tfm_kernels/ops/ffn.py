@@ -39,8 +39,6 @@ def _triton(call: Call) -> str | None:
         return "has no float64 kernels"
     if call.device != "cuda" and not (call.device == "cpu" and _library.triton_interprets()):
         return f"needs a CUDA tensor, got {call.device}"
-    if call.training:
-        return "has no backward kernels yet"
     return _library.missing("ffn_fwd", "triton")
 
 
@@ -77,7 +75,7 @@ BWD = _library.declare(
     "float dropout_p, Tensor? seed, Tensor? dropout_rows, bool need_x, bool need_w1, bool need_b1, bool need_w2, "
     "bool need_b2, bool need_gate) -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, Tensor dgate)",
     _bwd_fake,
-    ("cpu",),
+    COMPILED,
 )
 
 
@@ -96,7 +94,7 @@ def _gradients(ctx, backward, needs, dy, _dpreact):
     return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), *(None,) * 5
 
 
-_apply = _library.differentiate({"cpu": FWD["cpu"]}, BWD, _save, _gradients)
+_apply = _library.differentiate(FWD, BWD, _save, _gradients)
 
 
 def ffn(
@@ -172,6 +170,5 @@ def ffn(
     else:
         index, save = ACTIVATIONS.index(activation), call.training and not recompute
         dropout_rows = None if dropout_rows is None else dropout_rows.contiguous()
-        arguments = (rows, w1, b1, w2, b2, gate, index, float(dropout_p), seed, dropout_rows, save)
-        y, _ = _apply(name, *arguments) if name == "cpu" else FWD[name](*arguments)
+        y, _ = _apply(name, rows, w1, b1, w2, b2, gate, index, float(dropout_p), seed, dropout_rows, save)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)

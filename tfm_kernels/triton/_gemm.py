@@ -106,15 +106,14 @@ def pick_config(M: int, N: int, kind: str, aligned: bool, capability: tuple[int,
 
 def pick_split(M: int, N: int, K: int, kind: str, aligned: bool, capability: tuple[int, int]) -> Config:
     """The launch where k is long and C may be small, as a weight's gradient: parts of k feed all multiprocessors."""
-    config = pick_config(M, N, kind, aligned, capability)
-    multiprocessors = _launch.MULTIPROCESSORS.get(capability[0], 132)
-    if config.programs >= multiprocessors and tiles(M, N, config) >= multiprocessors:
-        return config
     found = candidates(kind, aligned, capability[0])
-    config = found[-2] if len(found) > 1 else found[0]  # 128 x 128: parts of k fill the GPU, not smaller tiles
-    count, most = tiles(M, N, config), config.programs * multiprocessors
+    multiprocessors = _launch.MULTIPROCESSORS.get(capability[0], 132)
+    large = found[:-1] or found  # parts of k fill the GPU, not small tiles
+    if K < 2 * LEAST_K or any(tiles(M, N, c) >= multiprocessors for c in large):
+        return pick(found, M, N, capability)
+    count, most = tiles(M, N, large[-1]), large[-1].programs * multiprocessors
     splits = max(1, min(most // max(count, 1), K // LEAST_K))
-    return replace(config, programs=max(1, min(most, count * splits)), splits=splits)
+    return replace(large[-1], programs=max(1, min(most, count * splits)), splits=splits)
 
 
 @triton.jit
@@ -140,7 +139,7 @@ def load_factor(
         value = tl.load(tile(ptr, offs * stride, offs_k, ALIGNED), mask=mask, other=0.0)
     else:
         mask = (offs_k < left)[:, None] & inside(offs, count, ALIGNED)[None, :]
-        value = tl.load(tile(ptr, offs_k * stride, offs, ALIGNED), mask=mask, other=0.0)
+        value = tl.load(tile(ptr, offs_k.to(tl.int64) * stride, offs, ALIGNED), mask=mask, other=0.0)
     return value
 
 
@@ -153,11 +152,12 @@ def product(
     """acc (offs_m, offs_n) + the sum over k = first..last - 1; ``first`` is a multiple of BLOCK_K."""
     for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         left = tl.minimum(last - k, BLOCK_K).to(tl.int32)
+        at = tl.zeros((), tl.int64) + k
         a = load_factor(
-            a_ptr + (k if A_K_INNER else k * a_stride), offs_m, M, left, a_stride, BLOCK_K, A_K_INNER, ALIGNED
+            a_ptr + (at if A_K_INNER else at * a_stride), offs_m, M, left, a_stride, BLOCK_K, A_K_INNER, ALIGNED
         )
         b = load_factor(
-            b_ptr + (k if B_K_INNER else k * b_stride), offs_n, N, left, b_stride, BLOCK_K, B_K_INNER, ALIGNED
+            b_ptr + (at if B_K_INNER else at * b_stride), offs_n, N, left, b_stride, BLOCK_K, B_K_INNER, ALIGNED
         )
         a = a if A_K_INNER else tl.trans(a)
         b = tl.trans(b) if B_K_INNER else b

@@ -60,7 +60,7 @@ def sum_rows_kernel(
     last = tl.minimum(chunk * run + run, M)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for m in range(chunk * run, last, BLOCK_M):
-        offs_m = m + tl.arange(0, BLOCK_M)
+        offs_m = (tl.zeros((BLOCK_M,), tl.int64) + m) + tl.arange(0, BLOCK_M)
         total += load_tile(x_ptr, offs_m, first_n, last, N, x_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     value = tl.sum(total, 0).to(sum_ptr.dtype.element_ty)

@@ -1,0 +1,135 @@
+"""What ffn's kernels need of a GPU: every launch that its pick_config functions can return, compiled for three of them.
+
+python -m tests.aot.ffn_table    writes tests/aot/ffn.json anew (minutes)
+"""
+
+from pathlib import Path
+
+from tests.aot.sass import compile_kernel, figures, main_loops
+from tests.aot.table import write
+from tfm_kernels.triton import _gemm, _sums, ffn_bwd, ffn_fwd
+from tfm_kernels.triton._activation import GELU, GELU_TANH, RELU, SILU
+
+FILE = Path(__file__).with_name("ffn.json")
+ARCHS = (80, 90, 100)
+KINDS = {"half": "bf16", "ieee": "fp32", "tf32": "fp32"}
+# what multiplies; sm_100 has no warp-level products of its own, its tensor cores take tiles from shared memory
+PRODUCTS = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA",)}
+# (name, features): of the product, which pointers are None and what is k inner
+GEMMS = {
+    "x w^T": {"absent": ("a2_ptr", "b2_ptr"), "inner": (True, True)},
+    "dp w + dg gate": {"absent": ("bias_ptr",), "inner": (True, False)},
+    "dp^T x": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr"), "inner": (False, False)},
+}
+OPTIONAL = {
+    ffn_fwd.ffn_fwd_kernel: ("b1_ptr", "preact_ptr", "seed_ptr", "rows_ptr"),
+    ffn_bwd.ffn_bwd_kernel: ("hidden_ptr", "db1_ptr", "seed_ptr", "rows_ptr"),
+}
+GATED = ("gate_ptr", "g_ptr", "dg_ptr")
+INTEGERS = {"F": "i32", "splits": "i32", "last_dropped": "i32", "scale": "fp32"}
+
+
+def entries():
+    """Name -> what to compile, for every kernel, launch, storage type, set of features and architecture."""
+    found = {}
+    for arch in ARCHS:
+        for kind in KINDS:
+            for aligned in (True, False):
+                found |= _products(arch, kind, aligned)
+                for gated in (False, True):
+                    found |= _first(arch, kind, aligned, gated)
+        found |= _sum(arch)
+    return found
+
+
+def measure(entry):
+    """The figures of one entry; of a kernel with a stack also how often the loops that multiply touch it."""
+    compiled = compile_kernel(**entry["launch"])
+    found = figures(compiled)
+    if found["stack"] and entry["products"]:
+        loops = main_loops(compiled, entry["products"])
+        assert loops, "no loop multiplies"
+        found["stack in loops"] = sum(loop.get("LDL", 0) + loop.get("STL", 0) for loop in loops)
+    return found
+
+
+def _entry(kernel, dtype, absent, config, arch, kind, aligned, **constexprs):
+    constexprs |= {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "ALIGNED": aligned,
+        "STAGES": config.num_stages, "GROUP_M": _gemm.GROUP_M, "PRECISION": "tf32" if kind == "tf32" else "ieee",
+    }  # fmt: skip
+    launch = {"kernel": kernel, "types": _types(kernel, dtype, absent), "constexprs": constexprs, "arch": arch}
+    launch |= {"num_warps": config.num_warps, "max_registers": config.max_registers}
+    products = ("FFMA",) if kind == "ieee" else PRODUCTS[arch]
+    return {"launch": launch, "programs": config.programs, "products": products}
+
+
+def _types(kernel, dtype, absent):
+    types = {}
+    for parameter in kernel.params:
+        name = parameter.name
+        if parameter.is_constexpr or name in absent:
+            continue
+        if name in INTEGERS or not name.endswith("_ptr"):
+            types[name] = INTEGERS.get(name, "i64")
+        else:
+            types[name] = "*i64" if name in ("seed_ptr", "rows_ptr") else "*fp32" if name == "db1_ptr" else f"*{dtype}"
+    return types
+
+
+def label(arch, what, config, kind, aligned):
+    """An entry's name."""
+    tile = f"{config.block_m}x{config.block_n}x{config.block_k} {config.num_warps} warps {config.num_stages} stages"
+    limit = f" {config.max_registers} registers" if config.max_registers else ""
+    return f"sm_{arch} {what} {tile}{limit} {kind}{'' if aligned else ' unaligned'}"
+
+
+def _first(arch, kind, aligned, gated):
+    """The first launches of both directions, whose ends hold activation, gate and dropout; with all options or none."""
+    found = {}
+    kernels = {
+        ffn_fwd.ffn_fwd_kernel: ffn_fwd.candidates(kind, gated, aligned, arch // 10),
+        ffn_bwd.ffn_bwd_kernel: ffn_bwd.candidates(kind, aligned, arch // 10),
+    }
+    for kernel, configs in kernels.items():
+        stem = kernel.__name__.removesuffix("_kernel")
+        for config in configs:
+            variants = [(GELU, "gelu full", ()), (GELU, "gelu plain", OPTIONAL[kernel])]
+            if arch == 90 and kind == "half" and aligned:
+                variants += [(RELU, "relu full", ()), (GELU_TANH, "gelu_tanh full", ()), (SILU, "silu full", ())]
+            for activation, features, absent in variants:
+                absent = (*absent, *(() if gated else GATED))
+                name = label(arch, f"{stem} {features}{' gated' * gated}", config, kind, aligned)
+                found[name] = _entry(
+                    kernel, KINDS[kind], absent, config, arch, kind, aligned, ACTIVATION=activation.value
+                )
+    return found
+
+
+def _products(arch, kind, aligned):
+    found = {}
+    for config in _gemm.candidates(kind, aligned, arch // 10):
+        for what, features in GEMMS.items():
+            a_k_inner, b_k_inner = features["inner"]
+            found[label(arch, f"gemm {what}", config, kind, aligned)] = _entry(
+                _gemm.gemm_kernel, KINDS[kind], features["absent"], config, arch, kind, aligned, A_K_INNER=a_k_inner,
+                B_K_INNER=b_k_inner,
+            )  # fmt: skip
+    return found
+
+
+def _sum(arch):
+    found = {}
+    for rows in (8, 8192):
+        config = _sums.pick_config(rows, 1024)
+        for aligned in (True, False):
+            blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "ALIGNED": aligned}
+            name = f"sm_{arch} sum_rows {config.block_m}x{config.block_n}{'' if aligned else ' unaligned'}"
+            launch = {"kernel": _sums.sum_rows_kernel, "types": _types(_sums.sum_rows_kernel, "fp32", ())}
+            launch |= {"constexprs": blocks, "arch": arch, "num_warps": 4}
+            found[name] = {"launch": launch, "programs": 8, "products": ()}
+    return found
+
+
+if __name__ == "__main__":
+    write(FILE, entries(), measure)

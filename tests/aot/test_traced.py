@@ -1,0 +1,81 @@
+"""torch.compile(fullgraph=True) traces the public functions for a GPU that is not there, and the backward operators.
+
+Fake tensors on "cuda"; no kernel is compiled. Without gradients: torch's autograd ends the process where a CPU build
+meets a CUDA device, so that the backward operators are called by themselves.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tfm_kernels import ops
+from tfm_kernels.ops.ffn import BWD as FFN_BWD
+from tfm_kernels.ops.layer_norm import BWD as LAYER_NORM_BWD
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
+
+
+def new(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def seed():
+    return torch.full((), 3, device="cuda")
+
+
+def norm(op):
+    def step(x, weight):
+        residual = {"residual": x * 2, "dropout_p": 0.1, "seed": seed()} if op.startswith("add") else {}
+        out = getattr(ops, op)(x, weight=weight, backend="triton", **residual)
+        return out[0] + out[1] if isinstance(out, tuple) else out
+
+    return step
+
+
+def norm_gradients(x, weight):
+    row = x.new_empty(x.shape[0], dtype=torch.float32)
+    tail = (False, False, 0.1, seed(), None, True, False)
+    return LAYER_NORM_BWD["triton"](x, None, x, row, row, weight, *tail)
+
+
+def block(x, weight):
+    w1, w2 = weight.new_empty(48, 16), weight.new_empty(16, 48)
+    options = {"activation": "silu", "gate": w1 * 2, "dropout_p": 0.1, "seed": seed(), "backend": "triton"}
+    return ops.ffn(x, w1, None, w2, weight, **options)
+
+
+def block_gradients(x, weight):
+    w1, w2, preact = weight.new_empty(48, 16), weight.new_empty(16, 48), x.new_empty(x.shape[0], 48)
+    needs = (True, True, False, True, True, False)
+    return FFN_BWD["triton"](x, x, w1, None, w2, None, preact, 1, 0.1, seed(), None, *needs)
+
+
+FORWARD = {op: norm(op) for op in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")} | {"ffn": block}
+BACKWARD = {  # and the shapes of the results for (rows, 16)
+    "layer_norm": (norm_gradients, lambda rows: [(rows, 16), (rows, 16), (16,), (0,)]),
+    "ffn": (block_gradients, lambda rows: [(rows, 16), (48, 16), (0,), (16, 48), (16,), (0,)]),
+}
+
+
+@pytest.mark.parametrize("op", FORWARD)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_forward(op, dynamic):
+    with FakeTensorMode():
+        compiled = torch.compile(FORWARD[op], fullgraph=True, backend="eager", dynamic=dynamic)
+        for rows in (4, 9):
+            out = compiled(new(rows, 16), new(16))
+            assert out.device.type == "cuda" and out.shape == (rows, 16) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("op", BACKWARD)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_backward(op, dynamic):
+    step, shapes = BACKWARD[op]
+    with FakeTensorMode():
+        compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=dynamic)
+        for rows in (4, 9):
+            found = compiled(new(rows, 16), new(16))
+            assert [tuple(t.shape) for t in found] == shapes(rows) and {t.device.type for t in found} == {"cuda"}

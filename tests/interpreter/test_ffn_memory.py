@@ -1,0 +1,183 @@
+"""ffn: no byte outside of a tensor is touched, and offsets beyond 2**31 elements arrive."""
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from tfm_kernels.ops.ffn import BWD, FWD
+from tfm_kernels.triton import _gemm, _sums, ffn_bwd, ffn_fwd
+
+from .fences import fenced, huge
+
+SEED = torch.tensor(77)
+FAR = 2**31 + 4096  # elements between two rows
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (65, 9, 67, 5), (33, 40, 72, 16)], ids=str)
+def test_no_byte_outside(sizes, save, dtype, monkeypatch):
+    """Every argument and every result ends at a protected page; the gradients of weights are cut sums too."""
+    rows, width, hidden, out = sizes
+    shapes = {"x": (rows, width), "w1": (hidden, width), "b1": (hidden,), "w2": (out, hidden), "b2": (out,)}
+    given = {name: fenced(randn(*s, dtype=dtype, seed=i)) for i, (name, s) in enumerate(shapes.items())}
+    x, w1, b1, w2, b2 = given.values()
+    gate, dy = fenced(randn(hidden, width, dtype=dtype, seed=8)), fenced(randn(rows, out, dtype=dtype, seed=9))
+    seed, numbers = fenced(SEED), fenced(torch.arange(rows) * 3)
+    random = (3, 0.4, seed, numbers)
+
+    def run(backend):
+        y, preact = FWD[backend](x, w1, b1, w2, b2, gate, *random, save)
+        return y, preact, *BWD[backend](dy, x, w1, b1, w2, gate, preact, *random, *(True,) * 6)
+
+    expected, empty = run("cpu"), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: fenced(empty(*args, **kwargs)))
+    monkeypatch.setattr(_gemm, "LEAST_K", 16)
+    found = run("triton")
+    monkeypatch.undo()
+    for a, b in zip(found, expected, strict=True):
+        size = float(b.abs().max()) if b.numel() else 0.0
+        torch.testing.assert_close(a, b, rtol=0, atol=4 * torch.finfo(dtype).eps * size)
+
+
+@pytest.fixture(scope="module")
+def spaces():
+    """Room for tensors of more than 2**31 elements, taken up only where it is written."""
+    return [huge(FAR + 2**17, torch.float32) for _ in range(2)]
+
+
+@pytest.fixture
+def space(spaces):
+    return spaces[0]
+
+
+def apart(space, t):
+    """``t``, 17 rows: the last lies FAR elements behind the first, and in the second step of a sum over rows."""
+    return space.as_strided((17, t.shape[1]), (FAR // 16, 1)).copy_(t)
+
+
+@pytest.mark.parametrize("name", ["x", "w1", "w2", "gate", "dy"])
+def test_arguments_with_far_rows(space, name):
+    """Forward, and backward with and without preact: each argument is read by rows and by columns."""
+    shapes = {"x": (17, 24), "w1": (17, 24), "w2": (17, 17), "gate": (17, 24), "dy": (17, 17)}
+    given = {name: randn(*s, seed=i) for i, (name, s) in enumerate(shapes.items())}
+    _, preact = FWD["cpu"](given["x"], given["w1"], None, given["w2"], None, given["gate"], 1, 0.0, None, None, True)
+
+    def run(x, w1, w2, gate, dy):
+        results = [FWD["triton"](x, w1, None, w2, None, gate, 1, 0.0, None, None, True)[0]]
+        for residual in (preact, preact.new_empty(0)):
+            needs = (True, True, False, True, True, True)
+            results += BWD["triton"](dy, x, w1, None, w2, gate, residual, 1, 0.0, None, None, *needs)
+        return results
+
+    for a, b in zip(run(**given | {name: apart(space, given[name])}), run(**given), strict=True):
+        assert torch.equal(a, b)
+
+
+def run_program(monkeypatch, kernel, programs, **arguments):
+    """Runs one program of a grid; arguments that are not given are None."""
+    ids = [interpreter.TensorHandle(np.array([i], dtype=np.int32), interpreter.tl.int32) for i in (*programs, 0)]
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", lambda self, axis: ids[axis])
+    kernel[(1,)](**{**dict.fromkeys(kernel.arg_names), **arguments})
+
+
+TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 16, "GROUP_M": 8, "ALIGNED": False, "PRECISION": "ieee", "STAGES": 1}
+WIDE = 32768  # columns of results with more than 2**31 elements
+ROWS = FAR // WIDE + 1  # the last tile holds one row
+FIRST = {"M": ROWS, "scale": 1.0, "last_dropped": 0, "ACTIVATION": 0, **TILE}  # of the first launches
+
+
+def last_tile(rows, columns):
+    return (-(-rows // 64) * (columns // 64) - 1,)
+
+
+def ends_with(space, expected, at=ROWS * WIDE):
+    """Whether the 64 elements before ``at`` are those."""
+    torch.testing.assert_close(space[at - 64 : at], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_forward_results_with_far_rows(spaces, gated, monkeypatch):
+    """The last tile of h and preact; one row of x stands for all of them."""
+    hidden, preact = spaces
+    F = WIDE // 2 if gated else WIDE
+    rows = 2 * ROWS if gated else ROWS  # h of a gate has half of preact's columns
+    x, w1, b1, gate = randn(1, 16), randn(F, 16, seed=1), randn(F, seed=2), randn(F, 16, seed=3)
+    if gated:
+        preact = huge(rows * WIDE, torch.float32)
+    run_program(
+        monkeypatch, ffn_fwd.ffn_fwd_kernel, last_tile(rows, F), x_ptr=x, w1_ptr=w1, b1_ptr=b1,
+        gate_ptr=gate if gated else None, hidden_ptr=hidden, preact_ptr=preact, E=16, F=F, x_stride_m=0,
+        w1_stride_f=16, gate_stride_f=16, **FIRST | {"M": rows},
+    )  # fmt: skip
+    p, g = (x @ w1.T + b1)[0, -64:], (x @ gate.T)[0, -64:]
+    assert (rows - 1) * F >= 2**31
+    ends_with(hidden, p.clamp(min=0) * g if gated else p.clamp(min=0), rows * F)
+    ends_with(preact, g if gated else p, rows * WIDE)
+    if gated:
+        ends_with(preact, p, rows * WIDE - F)
+
+
+@pytest.mark.parametrize("far", ["hidden_ptr", "dp_ptr", "dg_ptr", "p_ptr", "g_ptr", "db1_ptr"])
+def test_backward_tensors_with_far_rows(spaces, far, monkeypatch):
+    """The last tile of each tensor of (M, F); one row of dy, of p and of g stands for all where they are not it."""
+    dy, w2 = randn(1, 16), randn(16, WIDE, seed=1)
+    near = {"p_ptr": randn(1, WIDE, seed=2), "g_ptr": randn(1, WIDE, seed=3)}
+    p, g = (t[0, -64:].clone() for t in near.values())
+    dh = (dy @ w2)[0, -64:]
+    expected = {"hidden_ptr": p.clamp(min=0) * g, "dp_ptr": dh * g * (p > 0), "dg_ptr": dh * p.clamp(min=0)}
+    space, pointers, rows = spaces[0], dict(near), ROWS
+    if far in near:
+        space[ROWS * WIDE - 64 : ROWS * WIDE] = near[far][0, -64:]
+        pointers |= {far: space, "dp_ptr": spaces[1]}
+        other = "g_ptr" if far == "p_ptr" else "p_ptr"
+        pointers[other] = huge(ROWS * WIDE, torch.float32)
+        pointers[other][ROWS * WIDE - 64 : ROWS * WIDE] = near[other][0, -64:]
+        space = spaces[1]
+    else:
+        pointers[far] = space
+    if far == "db1_ptr":  # a row of it for each 64 rows
+        rows = 64 * ROWS - 63
+    run_program(
+        monkeypatch, ffn_bwd.ffn_bwd_kernel, last_tile(rows, WIDE), dy_ptr=dy, w2_ptr=w2, F=WIDE, Eo=16, dy_stride_m=0,
+        w2_stride_o=WIDE, p_stride_m=WIDE if far in near else 0, **FIRST | {"M": rows}, **pointers,
+    )  # fmt: skip
+    ends_with(space, expected.get(far, expected["dp_ptr"]))
+
+
+def test_products_with_far_rows(space, monkeypatch):
+    """The last tile of C, and of the last part of a cut sum."""
+    a, b = randn(1, 32), randn(64, 32, seed=1)
+    common = {"a_ptr": a, "b_ptr": b, "c_ptr": space, "K": 32, "a_stride": 0, "b_stride": 32, "a2_stride": 0}
+    common |= {"b2_stride": 0, "A_K_INNER": True, "B_K_INNER": True, **TILE}
+    for rows, splits in ((FAR // 64, 1), (FAR // 128, 2)):
+        tile = -(-rows // 64) * splits - 1
+        run_program(
+            monkeypatch, _gemm.gemm_kernel, (tile,), M=rows, N=64, part=32 // splits, splits=splits, **common
+        )  # fmt: skip
+        k = slice(32 - 32 // splits, 32)
+        ends_with(space, (a[:, k] @ b[:, k].T)[0], rows * splits * 64)
+
+
+def test_sums_with_far_rows(spaces, monkeypatch):
+    """Far rows, far columns, and a far run of rows."""
+    space, sums = spaces
+    t = randn(17, 24)
+    torch.testing.assert_close(_sums.sum_rows(apart(space, t), torch.float32), t.sum(0))
+    block = {"BLOCK_M": 1, "BLOCK_N": 64, "ALIGNED": False}
+    space[FAR - 64 : FAR] = t[0, :1] + torch.arange(64)
+    run_program(
+        monkeypatch, _sums.sum_rows_kernel, (FAR // 64 - 1, 0), x_ptr=space, sum_ptr=sums, M=1, N=FAR, run=1,
+        x_stride_m=0, **block,
+    )  # fmt: skip
+    ends_with(sums, space[FAR - 64 : FAR], FAR)
+    run_program(
+        monkeypatch, _sums.sum_rows_kernel, (0, FAR // 64 - 1), x_ptr=t[0], sum_ptr=sums, M=FAR // 64, N=64, run=1,
+        x_stride_m=0, **block | {"ALIGNED": False, "BLOCK_N": 16}, 
+    )  # fmt: skip
+    torch.testing.assert_close(sums[FAR - 64 : FAR - 48], t[0, :16])
