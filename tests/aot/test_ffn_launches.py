@@ -93,6 +93,20 @@ def test_the_cases_of_bench_gpu_reach_every_launch():
     assert every <= reached, f"launches that no case of the proof makes: {every - reached}"
 
 
+def test_a_timed_case_is_proven_with_its_own_launches():
+    for case in SUBJECT.speed.cases:
+        tiles = []
+        for rows in (case.rows, SUBJECT.speed.proof(case).rows):
+            at = {"kind": "half", "aligned": True, "capability": (9, 0)}
+            launches = (
+                _gemm.pick_config(rows, case.width, **at), _gemm.pick_split(case.hidden, case.width, rows, **at),
+                ffn_fwd.pick_config(rows, case.hidden, gated=case.gated, **at),
+                ffn_bwd.pick_config(rows, case.hidden, **at),
+            )  # fmt: skip
+            tiles.append([(c.block_m, c.block_n, c.num_warps, c.splits > 1) for c in launches])
+        assert tiles[0] == tiles[1], case.label
+
+
 def random_matrix(rng, rows, columns, dtype):
     """Rows of any stride and any start."""
     stride, start = columns + rng.choice((0, 0, 8, 5)), rng.choice((0, 0, 8, 1))

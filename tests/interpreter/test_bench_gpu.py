@@ -1,14 +1,17 @@
-"""`python -m bench.gpu` on interpreted kernels: what its parts do to the norms' calls, but for CUDA itself."""
+"""`python -m bench.gpu` on interpreted kernels: what its parts do to the ops' calls, but for CUDA itself."""
 
 import pytest
 import torch
 
-from bench.gpu import contract, layer_norm, memory, repeats
+from bench.gpu import contract, ffn, layer_norm, memory, repeats
 from bench.gpu.layer_norm import TRITON
 from bench.gpu.part import Room, run
 from tfm_kernels import ops
 
 SMALL = {name: call for name, call in TRITON.branches("cpu").items() if "x63 " in name or "x64 " in name}
+
+
+BLOCKS = {name: call for name, call in ffn.TRITON.branches("cpu").items() if " 70 " in name and "bfloat16" in name}
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +27,13 @@ def few_rows(monkeypatch):
 def test_guards_and_repeats(name):
     op, inputs = SMALL[name]
     assert repeats.repeat(op, inputs, "triton", times=3) == {"repeats": 3}
+    assert memory.guarded_call(op, inputs, "triton") == {}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_guards_and_repeats_of_ffn(name):
+    op, inputs = BLOCKS[name]
+    assert repeats.repeat(op, inputs, "triton", times=2) == {"repeats": 2}
     assert memory.guarded_call(op, inputs, "triton") == {}
 
 
@@ -53,6 +63,14 @@ def test_a_read_beside_a_tensor_is_seen(monkeypatch):
     monkeypatch.setattr(ops, "rms_norm", too_far)
     with pytest.raises(AssertionError, match="what lies beside"):
         memory.guarded_call("rms_norm", {"x": torch.randn(3, 24), "weight": torch.randn(24)}, "triton")
+
+
+def test_contract_items_of_ffn(tmp_path):
+    room = Room(tmp_path, {}, 0.0, [ffn.TRITON], "cpu")
+    items = {item.key: item for item in contract.items(room, None)}
+    masks = next(key for key in items if "masks of 7 features, p = 0.5" in key)
+    small = next(key for key in items if "-70-e=16-f=24-" in key)
+    assert run(items[masks])["state"] == "green" and 0 < run(items[small])["C1"] <= 1
 
 
 def test_contract_items(tmp_path):

@@ -28,7 +28,7 @@ def steps(case):
 
 
 def marked(case):
-    return pytest.param(case, id=case.id, marks=pytest.mark.slow if steps(case) > 110 else ())
+    return pytest.param(case, id=case.id, marks=pytest.mark.slow if steps(case) > 45 else ())
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in FFN])
@@ -38,7 +38,7 @@ def test_contract(case):
 
 def test_there_are_enough_cases():
     quick = [case for case in FFN if not marked(case).marks]
-    assert len(quick) >= 120 and len(FFN) >= 260
+    assert len(quick) >= 150 and len(FFN) >= 260
     for factor in ("dtype", "activation", "gate", "b1", "b2", "dropout_p", "layout", "data", "recompute"):
         assert {case.levels[factor] for case in quick} == {case.levels[factor] for case in FFN}, factor
 
@@ -79,8 +79,11 @@ def launches(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+FEW = [(torch.bfloat16, True), (torch.float32, False)]
+REST = [(torch.bfloat16, False), (torch.float32, True), (torch.float16, False), (torch.float16, True)]
+
+
+@pytest.mark.parametrize("dtype, gated", [*FEW, *(pytest.param(*p, marks=pytest.mark.slow) for p in REST)], ids=str)
 def test_largest_tiles_and_few_programs(dtype, gated, launches, monkeypatch):
     """A GPU of one multiprocessor takes the largest tile, and several to a program."""
     monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: 1})
@@ -111,7 +114,7 @@ def test_small_integers_are_exact():
 
 
 @pytest.mark.parametrize("hidden", [7, 64, 130])
-@pytest.mark.parametrize("p", [2.0**-33, 0.1, 0.5, 0.9999, 1.0])
+@pytest.mark.parametrize("p", [2.0**-33, 0.1, 0.9999, 1.0])
 def test_dropout_masks_are_those_of_the_other_backends(hidden, p):
     """Everything is 1 up to the hidden activation, and what is behind it is the identity."""
     rows = torch.cat([torch.arange(69), torch.tensor([2**33 + 7])])
