@@ -15,6 +15,7 @@ ARCHS = (80, 90, 100)
 KINDS = {"half": "bf16", "ieee": "fp32", "tf32": "fp32"}
 # what multiplies; sm_100 has no warp-level products of its own, its tensor cores take tiles from shared memory
 PRODUCTS = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA",)}
+FUSED = ("FFMA", "FFMA2")  # without tensor cores; sm_100 multiplies pairs
 # (name, features): of the product, which pointers are None and what is k inner
 GEMMS = {
     "x w^T": {"absent": ("a2_ptr", "b2_ptr"), "inner": (True, True)},
@@ -46,9 +47,9 @@ def measure(entry):
     """The figures of one entry; of a kernel with a stack also how often the loops that multiply touch it."""
     compiled = compile_kernel(**entry["launch"])
     found = figures(compiled)
-    if found["stack"] and entry["products"]:
+    if found["stack"]:
         loops = main_loops(compiled, entry["products"])
-        assert loops, "no loop multiplies"
+        assert loops, "no loop multiplies, or adds"
         found["stack in loops"] = sum(loop.get("LDL", 0) + loop.get("STL", 0) for loop in loops)
     return found
 
@@ -60,7 +61,7 @@ def _entry(kernel, dtype, absent, config, arch, kind, aligned, **constexprs):
     }  # fmt: skip
     launch = {"kernel": kernel, "types": _types(kernel, dtype, absent), "constexprs": constexprs, "arch": arch}
     launch |= {"num_warps": config.num_warps, "max_registers": config.max_registers}
-    products = ("FFMA",) if kind == "ieee" else PRODUCTS[arch]
+    products = FUSED if kind == "ieee" else PRODUCTS[arch]
     return {"launch": launch, "programs": config.programs, "products": products}
 
 
@@ -127,7 +128,7 @@ def _sum(arch):
             name = f"sm_{arch} sum_rows {config.block_m}x{config.block_n}{'' if aligned else ' unaligned'}"
             launch = {"kernel": _sums.sum_rows_kernel, "types": _types(_sums.sum_rows_kernel, "fp32", ())}
             launch |= {"constexprs": blocks, "arch": arch, "num_warps": 4}
-            found[name] = {"launch": launch, "programs": 8, "products": ()}
+            found[name] = {"launch": launch, "programs": 8, "products": ("FADD", "FADD2")}
     return found
 
 

@@ -53,13 +53,23 @@ def test_sums():
             assert config.chunks <= 256
 
 
-def test_precision_is_torchs_choice():
+@pytest.mark.parametrize(
+    "module, name, value",
+    [
+        (torch.backends.cuda.matmul, "allow_tf32", True),
+        (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        (torch.backends, "fp32_precision", "tf32"),
+    ],
+)
+def test_precision_is_torchs_choice(module, name, value):
+    """However it was made."""
     assert [_gemm.precision(dtype) for dtype in _launch.DTYPES] == ["half", "half", "ieee"]
-    torch.backends.cuda.matmul.allow_tf32 = True
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         assert [_gemm.precision(dtype) for dtype in _launch.DTYPES] == ["half", "half", "tf32"]
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
+        setattr(module, name, before)
 
 
 def test_the_cases_of_bench_gpu_reach_every_launch():

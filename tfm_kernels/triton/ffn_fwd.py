@@ -36,11 +36,9 @@ def candidates(kind: str, gated: bool, aligned: bool, major: int) -> tuple[Confi
     """
     wide = 64 if gated else 128
     if kind == "ieee":  # no tensor cores: every thread multiplies, from registers
-        return (
-            (Config(128, wide, 16, 8, 3, 1), Config(64, wide // 2, 16, 4, 3, 2))
-            if aligned
-            else (Config(32, 32, 16, 4, 2, 2),)
-        )
+        stages = 3 if major in (9, 10) else 2  # 3 spill on sm_80
+        aligned_tiles = Config(128, wide, 16, 8, stages, 1), Config(64, wide // 2, 16, 4, stages, 2)
+        return aligned_tiles if aligned else (Config(32, 32, 16, 4, 2, 2),)
     block_k = 64 if kind == "half" and major in (9, 10) else 32  # others have half of their shared memory
     if not aligned:  # read element by element
         return (Config(64, wide // 2, block_k, 8, 2, 1),)

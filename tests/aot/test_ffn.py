@@ -1,0 +1,75 @@
+"""ffn's kernels, compiled: forward nothing spills, and the figures are those of the committed table."""
+
+import re
+
+import pytest
+import triton
+
+from tests.aot import ffn_table, table
+from tfm_kernels.triton import _gemm, ffn_bwd, ffn_fwd
+
+ENTRIES = ffn_table.entries()
+COMMITTED = table.load(ffn_table.FILE)
+QUICK = [
+    name
+    for name in ENTRIES
+    if re.match(r"sm_90 (gemm|ffn_... gelu full).* half$|sm_90 ffn_... gelu full 128x128x16", name)
+]
+SHARED = {80: 164, 90: 228, 100: 228}  # KB of a multiprocessor, 1 of each program is not its own
+
+
+def fits(name, entry, found):
+    """No stack forward, little and none of it in a main loop backward; registers and memory for what is planned."""
+    assert found["local"] == 0
+    if any(what in name for what in ("ffn_bwd", "gemm dp", "sum_rows")):
+        assert found["stack"] <= 128 and not found.get("stack in loops"), f"{name} spills: {found}"
+    else:
+        assert found["stack"] == 0 and "LDL" not in found and "STL" not in found, f"{name} spills: {found}"
+    assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
+    tensor_cores = {"HMMA", "HGMMA", "UTCHMMA"} & set(found)
+    planned = set(entry["products"]) & {"HMMA", "HGMMA", "UTCHMMA"}
+    assert tensor_cores == planned, f"{name} multiplies in another way: {found}"
+    programs, launch = entry["programs"], entry["launch"]
+    assert programs * found["registers"] * 32 * launch["num_warps"] <= 65536, f"{name}: {programs} do not fit"
+    assert programs * (found["shared"] + 1024) <= SHARED[launch["arch"]] * 1024, f"{name}: {programs} do not fit"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
+def test_compiles_as_planned(name):
+    found = ffn_table.measure(ENTRIES[name])
+    fits(name, ENTRIES[name], found)
+    if COMMITTED["triton"] == triton.__version__:
+        assert found == COMMITTED["kernels"][name], "run `python -m tests.aot.ffn_table`"
+
+
+def test_the_table_is_complete_and_as_planned():
+    assert set(COMMITTED["kernels"]) == set(ENTRIES) and 15 <= len(QUICK) <= 25
+    for name, found in COMMITTED["kernels"].items():
+        fits(name, ENTRIES[name], found)
+
+
+def test_a_stack_in_a_loop_is_seen():
+    """Too few registers for the products."""
+    entry = ENTRIES["sm_90 gemm x w^T 64x64x16 4 warps 3 stages ieee"]
+    found = ffn_table.measure({**entry, "launch": {**entry["launch"], "max_registers": 64}})
+    assert found["stack"] > 128 and found["stack in loops"] > 0
+
+
+def test_every_launch_is_compiled():
+    """What the pick_config functions return, of all shapes."""
+    sizes = [2**k for k in range(0, 17)] + [3 * 2**k for k in range(0, 15)]
+    for arch in ffn_table.ARCHS:
+        capability = (arch // 10, arch % 10)
+        for kind in ffn_table.KINDS:
+            for aligned in (True, False):
+                for M in sizes:
+                    for N in sizes:
+                        launches = {
+                            "gemm dp^T x": _gemm.pick_split(M, N, 8192, kind, aligned, capability),
+                            "gemm x w^T": _gemm.pick_config(M, N, kind, aligned, capability),
+                            "ffn_fwd gelu full": ffn_fwd.pick_config(M, N, kind, False, aligned, capability),
+                            "ffn_fwd gelu full gated": ffn_fwd.pick_config(M, N, kind, True, aligned, capability),
+                            "ffn_bwd gelu full": ffn_bwd.pick_config(M, N, kind, aligned, capability),
+                        }
+                        for what, config in launches.items():
+                            assert ffn_table.label(arch, what, config, kind, aligned) in ENTRIES
