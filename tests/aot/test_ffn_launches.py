@@ -64,12 +64,13 @@ def test_sums():
 def test_precision_is_torchs_choice(module, name, value):
     """However it was made."""
     assert [_gemm.precision(dtype) for dtype in _launch.DTYPES] == ["half", "half", "ieee"]
-    before = getattr(module, name)
     setattr(module, name, value)
     try:
         assert [_gemm.precision(dtype) for dtype in _launch.DTYPES] == ["half", "half", "tf32"]
     finally:
-        setattr(module, name, before)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.fp32_precision = "none"
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_the_cases_of_bench_gpu_reach_every_launch():
