@@ -38,7 +38,9 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 SIBLINGS_APART = ("reference", "aten", "triton")  # files in these folders do not import one another
-SHARED = ("_tile", "_launch", "_gemm", "_sums", "_activation")  # but for these
+SHARED = (  # but for these
+    "_tile", "_launch", "_gemm", "_sums", "_activation", "_attention", "_attention_call", "_attention_tiles",
+)  # fmt: skip
 
 
 def modules():

@@ -1,13 +1,9 @@
 """How the norms' Triton kernels are launched, and how often that compiles them: no GPU needed."""
 
 import random
-from collections import defaultdict
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
 from tfm_kernels.triton import _launch, layer_norm_bwd, layer_norm_fwd
 
@@ -29,25 +25,6 @@ def test_launches():
                     assert config.programs <= max(1, -(-rows // config.block_m))
     assert layer_norm_fwd.pick_config(1024) == layer_norm_fwd.Config(1, 1024, 1)
     assert layer_norm_bwd.pick_config(8192, 1024, True, (9, 0)) == layer_norm_bwd.Config(2, 1024, 8, 2, 264)
-
-
-@pytest.fixture
-def compilations(monkeypatch):
-    """Kernel -> keys under which Triton would keep what it compiled; launches stop there."""
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    binders, keys = {}, defaultdict(set)
-
-    def run(kernel, *args, grid, warmup, **kwargs):
-        if kernel not in binders:
-            binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, backend)
-        _, specialization, options = binders[kernel](*args, **kwargs)
-        for parameter, (kind, what) in zip(kernel.params, specialization, strict=True):
-            assert kind == "constexpr" or what is None, f"{parameter.name} is specialised: {what}"
-        keys[kernel.fn.__name__].add(compute_cache_key({}, specialization, options))
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(_launch, "check_device", lambda op, x: None)  # tensors on the CPU stand in for a GPU's
-    return keys
 
 
 def random_rows(rng, rows, width, dtype):

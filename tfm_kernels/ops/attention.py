@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .. import dropout
 from .._backend import Choices, Op, register, select
-from .._library import declare, differentiate, missing, signature
+from .._library import declare, differentiate, missing, signature, triton_interprets
 from ..aten import attention as aten
 from ..mask import Mask
 from ..reference import attention as reference
@@ -64,7 +64,7 @@ def _bwd_fake(dout, dlse, query, key, value, out, lse, bias, keep, key_lengths, 
     return swapped(query), swapped(key), swapped(value), dbias
 
 
-COMPILED = ("cpu",)
+COMPILED = ("cpu", "triton")
 _forward = declare("attention_fwd", f"({_ARGUMENTS.format(residuals='')}) -> (Tensor, Tensor)", _fwd_fake, COMPILED)
 _backward = declare(
     "attention_bwd",
@@ -112,7 +112,27 @@ def _cpu_cannot(call: AttentionCall) -> str | None:
     return missing("attention_fwd", "cpu") or missing("attention_bwd", "cpu")
 
 
-SUPPORT = {"reference": lambda call: None, "aten": _aten_cannot, "cpu": _cpu_cannot}
+def _triton_cannot(call: AttentionCall) -> str | None:
+    if call.query.dtype == torch.float64:
+        return "has no float64 kernels"
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (call.query, call.key, call.value, call.bias)
+    ):
+        return "has no backward kernels yet"
+    widest = max(call.query.shape[-1], call.value.shape[-1])
+    if widest > 256:
+        return f"needs head dimensions of at most 256, got {widest}"
+    longest = max(call.max_seqlen_q, call.max_seqlen_k)
+    if longest >= 1 << 30:
+        return f"needs sequences shorter than 2**30, got {longest}"
+    device = call.query.device.type
+    if device != "cuda" and not (device == "cpu" and triton_interprets()):
+        return f"needs a CUDA tensor, got {call.query.device}"
+    return missing("attention_fwd", "triton")
+
+
+SUPPORT = {"reference": lambda call: None, "aten": _aten_cannot, "cpu": _cpu_cannot, "triton": _triton_cannot}
+REMARKS = {"triton": "not yet proven on a GPU; name it explicitly"}
 
 
 def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's name for it)
@@ -185,7 +205,7 @@ def describe(
     return describe_dense("attention", query, key, value, mask, bias, scale, dropout_p, seed, return_lse, deterministic)
 
 
-_OP = register(Op("attention", SUPPORT, PREFER, describe))
+_OP = register(Op("attention", SUPPORT, PREFER, describe, REMARKS))
 _CHOICES = Choices()
 
 
@@ -221,7 +241,7 @@ def attention(
         seed: () int64 on query's device; None draws one from torch's generator where dropout_p > 0.
         return_lse: also return lse.
         deterministic: the backward repeats bit by bit; False allows atomic sums where they are faster.
-        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
 
     Returns:
         (B, Hq, Tq, Dv), dtype and device of ``query``; a transposed view of contiguous (B, Tq, Hq, Dv). With

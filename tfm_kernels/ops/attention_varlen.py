@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _check
 from .._backend import Op, register, select
 from ..mask import Mask
-from .attention import PREFER, SUPPORT, run
+from .attention import PREFER, REMARKS, SUPPORT, run
 from .attention_call import LONGEST, AttentionCall, check_device, check_heads, check_rest, check_scale, on_host
 
 
@@ -86,7 +86,7 @@ def _short(values: list[int]) -> str:
     return str(values) if len(values) <= 12 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
 
 
-_OP = register(Op("attention_varlen", SUPPORT, PREFER, describe))
+_OP = register(Op("attention_varlen", SUPPORT, PREFER, describe, REMARKS))
 
 
 def attention_varlen(
@@ -126,7 +126,7 @@ def attention_varlen(
         seed: () int64 on query's device; None draws one from torch's generator where dropout_p > 0.
         return_lse: also return lse.
         deterministic: the backward repeats bit by bit; False allows atomic sums where they are faster.
-        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
 
     Returns:
         (total_q, Hq, Dv), dtype and device of ``query``, contiguous. With ``return_lse`` also lse (Hq, total_q),

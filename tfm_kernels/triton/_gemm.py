@@ -63,10 +63,7 @@ LEAST_K = 512  # a part of k is not shorter: its partial sums cost 4 bytes an el
 
 def precision(dtype: torch.dtype) -> str:
     """How the products of a storage type are formed: "half" (16 bits), "ieee" or, where torch allows it, "tf32"."""
-    if dtype != torch.float32:
-        return "half"
-    # not allow_tf32, which says the same but raises where the setting was made through fp32_precision
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return _launch.float32_products() if dtype == torch.float32 else "half"
 
 
 def candidates(kind: str, aligned: bool, major: int) -> tuple[Config, ...]:

@@ -74,6 +74,12 @@ def aligned(features: int, *tensors: Tensor | None) -> bool:
     return True
 
 
+def float32_products() -> str:
+    """How products of float32 are formed: "ieee", or "tf32" where torch allows it."""
+    # not allow_tf32, which says the same but raises where the setting was made through fp32_precision
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
 def on(x: Tensor) -> AbstractContextManager:
     """Makes the device of ``x`` the current one; Triton launches there."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,0 +1,114 @@
+"""What the attention kernels need of a GPU: every launch that pick_config can return, compiled for three of them.
+
+python -m tests.aot.attention_table    writes tests/aot/attention.json anew (minutes)
+"""
+
+from pathlib import Path
+
+import torch
+
+from tests.aot import table
+from tfm_kernels.triton import _attention_tiles, attention_fwd
+
+FILE = Path(__file__).with_name("attention.json")
+ARCHS = (80, 90, 100)
+WIDTHS = (16, 32, 64, 128, 256)  # one for each tile
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+EXTRAS = {"plain": "none", "dropout": "aligned", "bias": "aligned", "keep": "aligned", "full": "aligned"}
+# all that a call of this kind leaves out
+_PAIRS = ("bias_ptr", "keep_ptr", "counts_ptr", "tiles_ptr")
+_KEEP, _ENDS = _PAIRS[1:], ("cu_q_ptr", "cu_k_ptr")
+ABSENT = {
+    "plain": (*_PAIRS, "seed_ptr", "lengths_ptr"),  # packed, as are most calls without a mask
+    "dropout": (*_PAIRS, *_ENDS),
+    "bias": (*_KEEP, *_ENDS, "seed_ptr", "lengths_ptr"),
+    "keep": ("bias_ptr", *_ENDS, "seed_ptr", "lengths_ptr"),
+    "full": _ENDS,
+}
+INT32 = ("H", "G", "Tq", "Tk", "D", "DV", "OUT_D", "last_dropped")
+FLOAT32 = ("scale", "step", "unit", "keep_scale")
+POINTERS = {
+    "keep_ptr": "*u8", "counts_ptr": "*i32", "tiles_ptr": "*i32", "lengths_ptr": "*i64", "cu_q_ptr": "*i32",
+    "cu_k_ptr": "*i32", "seed_ptr": "*i64", "lse_ptr": "*fp32",
+}  # fmt: skip
+
+
+KINDS = {"bf16": (("plain", True), ("full", True), ("full", False)), "fp32": (("plain", True), ("full", False))}
+
+
+def calls(arch):
+    """(width, queries, storage type, kind, whether all rows are aligned) of every compilation worth a line."""
+    for dtype, kinds in KINDS.items():
+        for width in WIDTHS:
+            for kind, aligned in kinds:
+                for queries in (64, 65) if dtype == "bf16" else (65,):
+                    yield width, queries, dtype, kind, aligned
+    if arch == 90:
+        for width in (64, 128, 256):
+            for kind, aligned in (("plain", False), ("dropout", True), ("bias", True), ("keep", True)):
+                yield width, 65, "bf16", kind, aligned
+            yield width, 65, "fp16", "plain", True
+
+
+def entries():
+    """Name -> what to compile, for every kernel, launch, storage type, kind of call and architecture."""
+    found = {}
+    for arch in ARCHS:
+        for call in calls(arch):
+            name, entry = forward(*call, arch)
+            found[f"sm_{arch} {name} {words(*call[2:])}"] = entry
+        found[f"sm_{arch} keep_tiles"] = _lists(arch, False)
+        found[f"sm_{arch} keep_tiles of keys"] = _lists(arch, True)
+    return found
+
+
+def words(dtype, kind, aligned):
+    """The end of an entry's name."""
+    return f"{dtype} {kind}{'' if aligned else ' unaligned'}"
+
+
+def types(kernel, dtype, absent):
+    """Argument -> Triton's type, without what is absent."""
+    found = {}
+    for parameter in kernel.params:
+        name = parameter.name
+        if name in absent or parameter.is_constexpr:
+            continue
+        if name.endswith("_ptr"):
+            found[name] = POINTERS.get(name, f"*{dtype}")
+        else:
+            found[name] = "i32" if name in INT32 else "fp32" if name in FLOAT32 else "i64"
+    return found
+
+
+def extras(kind, aligned):
+    """As Call.extras() says it."""
+    return "unaligned" if kind in ("bias", "keep", "full") and not aligned else EXTRAS[kind]
+
+
+def forward(width, queries, dtype, kind, aligned, arch):
+    """(launch in words, what to compile)."""
+    kernel = attention_fwd.attention_fwd_kernel
+    config = attention_fwd.pick_config(width, queries, extras(kind, aligned), DTYPES[dtype], (arch // 10, arch % 10))
+    constexprs = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d, "OUT_ALIGNED": aligned,
+        "PAIRS_ALIGNED": aligned and kind not in ("plain", "dropout"), "PRECISION": "ieee", "CHUNK": config.chunk,
+        "STAGES": config.num_stages,
+    }  # fmt: skip
+    launch = f"{config.block_m}x{config.block_n}x{config.block_d} {config.num_warps} warps {config.num_stages} stages"
+    return f"attention_fwd {launch}", {
+        "kernel": kernel, "types": types(kernel, dtype, ABSENT[kind]), "constexprs": constexprs, "arch": arch,
+        "num_warps": config.num_warps, "max_registers": config.max_registers,
+    }  # fmt: skip
+
+
+def _lists(arch, of_keys):
+    kernel = _attention_tiles.keep_tiles_kernel
+    block = {"BLOCK_M": 128, "BLOCK_N": 64, "OF_KEYS": of_keys, "PAIRS_ALIGNED": True}
+    return {
+        "kernel": kernel, "types": types(kernel, "u8", ()), "constexprs": block, "arch": arch, "num_warps": 4
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    table.write(FILE, entries(), table.measure)

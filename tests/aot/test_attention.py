@@ -1,0 +1,56 @@
+"""The attention kernels, compiled: nothing spills, matrix units are used, the figures are the committed ones."""
+
+import pytest
+import triton
+
+from tests.aot import attention_table, table
+
+ENTRIES = attention_table.entries()
+QUICK = [
+    name for name in ENTRIES
+    if name.startswith("sm_90") and ("x64 " in name or "x128 " in name) and name.endswith(("bf16 plain", "bf16 full"))
+]  # fmt: skip
+SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+
+
+def fits(name, found):
+    """No byte of stack, the matrix units where they can multiply, and room for as many programs as are planned."""
+    assert found["stack"] == found["local"] == 0 and "LDL" not in found and "STL" not in found, (
+        f"{name} spills: {found}"
+    )
+    assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
+    assert found["shared"] <= SHARED[name.split()[0]], f"{name} does not fit: {found}"
+    if "fp32" in name or "keep_tiles" in name:
+        assert "HMMA" not in found and "HGMMA" not in found, f"{name} does not multiply in IEEE float32: {found}"
+    elif name.startswith("sm_90"):
+        assert found["HGMMA"] > 0, f"{name} leaves the matrix units alone: {found}"
+    elif name.startswith("sm_80"):
+        assert found["HMMA"] > 0, f"{name} leaves the matrix units alone: {found}"
+    if "128x64x64 8 warps" in name and name.endswith("plain"):
+        assert found["registers"] <= 128 and 2 * found["shared"] <= 227 * 1024, f"{name}: two programs do not fit"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
+def test_compiles_without_a_spill(name):
+    found = table.measure(ENTRIES[name])
+    fits(name, found)
+    committed = table.load(attention_table.FILE)
+    if committed["triton"] == triton.__version__:
+        assert found == committed["kernels"][name], "run `python -m tests.aot.attention_table`"
+
+
+def test_the_table_is_complete_and_nothing_in_it_spills():
+    committed = table.load(attention_table.FILE)["kernels"]
+    assert set(committed) == set(ENTRIES) and len(QUICK) >= 6
+    for name, found in committed.items():
+        fits(name, found)
+
+
+@pytest.mark.parametrize("arch", attention_table.ARCHS)
+def test_every_launch_is_compiled(arch):
+    for width in range(1, 257):
+        for queries in (1, 64, 65, 5000):
+            for dtype, kinds in attention_table.KINDS.items():
+                for kind, aligned in kinds:
+                    launch, _ = attention_table.forward(width, queries, dtype, kind, aligned, arch)
+                    assert f"sm_{arch} {launch} {attention_table.words(dtype, kind, aligned)}" in ENTRIES

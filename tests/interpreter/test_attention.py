@@ -1,0 +1,232 @@
+"""Attention's Triton kernels, interpreted: the numeric contract, masks, padding, dropout, tracing, refusals."""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tfm_kernels as tfk
+from tests.cases import CASES
+from tfm_kernels import Mask
+from tfm_kernels.ops.attention import _forward
+from tfm_kernels.testing import assert_contract, contract_report
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SEED = torch.tensor(2**40 + 20261121)
+NAN = float("nan")
+OPS = ("attention", "attention_varlen")
+ATTENTION = [case for case in CASES if case.op in OPS and case.levels["dtype"] != "f64"]
+FIRST = {"attention": 210, "attention_varlen": 45}  # all pairs have come several times by then
+
+
+def tiles(case):
+    """How many tiles of pairs a case has at most: what it costs."""
+    if case.op == "attention_varlen":
+        return {"tiles": 6, "many": 13}.get(case.levels["segments"], 4) * case.levels["heads"][0]
+    (queries, keys), (batch, heads, _) = case.levels["lengths_qk"], case.levels["heads"]
+    return batch * heads * -(-queries // 64) * -(-keys // 64)
+
+
+def marked(index, case):
+    slow = index >= FIRST[case.op] or tiles(case) > 24
+    return pytest.param(case, id=case.id, marks=pytest.mark.slow if slow else ())
+
+
+def numbered():
+    for op in OPS:
+        yield from enumerate(case for case in ATTENTION if case.op == op)
+
+
+@pytest.mark.parametrize("case", [marked(index, case) for index, case in numbered()])
+def test_contract(case):
+    contract_report(case.op, case.inputs(), "triton", backward=False).raise_broken()
+
+
+def test_there_are_enough_cases():
+    quick = [case for index, case in numbered() if not marked(index, case).marks]
+    assert len(quick) >= 150 and len(ATTENTION) >= 500
+    for factor in ("dtype", "band", "keep", "bias", "key_lengths", "layout", "dropout_p", "heads", "data"):
+        levels = {case.levels[factor] for case in quick if factor in case.levels}
+        assert levels == {case.levels[factor] for case in ATTENTION if factor in case.levels}, factor
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(batch=2, heads=4, key_heads=2, queries=5, keys=7, width=8, value_width=8, dtype=torch.float32):
+    shapes = (batch, heads, queries, width), (batch, key_heads, keys, width), (batch, key_heads, keys, value_width)
+    return [randn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def named(q, k, v, **options):
+    return {"query": q, "key": k, "value": v, **options}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width, value_width", [(96, 96), (200, 200), (256, 256), (129, 31), (1, 256)])
+def test_wide_heads(width, value_width, dtype):
+    """Every width of tile, D not a power of two, Dv not D."""
+    tensors = qkv(1, 2, 1, 70, 67, width, value_width, dtype)
+    assert_contract(
+        "attention", named(*tensors, mask=Mask.causal("bottom_right"), return_lse=True), "triton", backward=False
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_tiles(dtype):
+    """Tiles that are hidden, cut and whole, in one row and in one column."""
+    q, k, v = qkv(1, 2, 2, 200, 270, 16, 16, dtype)
+    for mask in (Mask.causal(), Mask.window(70, 5, "bottom_right") & Mask.lengths(torch.tensor([201]))):
+        assert_contract("attention", named(q, k, v, mask=mask, dropout_p=0.2, seed=SEED), "triton", backward=False)
+
+
+MASKS = {
+    "causal": Mask.causal(),
+    "window": Mask.window(3, 70, "bottom_right"),
+    "lengths": Mask.lengths(torch.tensor([65, 0])),
+    "keep": Mask.keep(torch.rand(2, 1, 66, 129, generator=torch.Generator().manual_seed(1)) < 0.02),
+    "all": Mask.causal("bottom_right")
+    & Mask.lengths(torch.tensor([64, 129]))
+    & Mask.keep(torch.rand(1, 2, 66, 129, generator=torch.Generator().manual_seed(1)) < 0.1),
+}
+
+
+def results(q, k, v, mask=None, **options):
+    return (tfk.ops.attention(q, k, v, mask, backend="triton", **options),)
+
+
+HIDDEN_TAIL = {
+    "lengths": Mask.lengths(torch.tensor([4, 4])),
+    "keep per key": Mask.keep((torch.arange(7) < 4).expand(2, 1, 1, 7)),
+    "keep per pair": Mask.keep((torch.arange(7) < 4).expand(5, 7)),
+    "hide": Mask.hide((torch.arange(7) >= 4).expand(2, 4, 5, 7)),
+    "window": Mask.window(None, 0) & Mask.keep((torch.arange(7) < 4).expand(1, 1, 1, 7)),
+}
+
+
+@pytest.mark.parametrize("kind", [*HIDDEN_TAIL, "bias"])
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_what_lies_in_padding_changes_no_bit(kind, bad):
+    clean, options = qkv(), {}
+    dirty = [t.clone() for t in clean]
+    for t in dirty[1:]:
+        t[:, :, 4:] = bad
+    if kind == "bias":
+        options["bias"] = torch.zeros(1, 1, 5, 7).index_fill(3, torch.tensor([4, 5, 6]), -math.inf)
+    else:
+        options["mask"] = HIDDEN_TAIL[kind]
+    for a, b in zip(results(*clean, **options), results(*dirty, **options), strict=True):
+        assert torch.equal(a, b) and a.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_least_finite_bias_gives_the_mean(dtype):
+    q, k, v = qkv(dtype=dtype)
+    out = tfk.ops.attention(
+        q, k, v, bias=torch.full((1, 1, 5, 7), torch.finfo(dtype).min, dtype=dtype), backend="triton"
+    )
+    expected = v.double().mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-40, -1.0])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_scale(scale, with_bias):
+    q, k, v = qkv()
+    bias = {"bias": randn(1, 4, 5, 7, seed=4)} if with_bias else {}
+    assert_contract("attention", named(q, k, v, scale=scale, return_lse=True, **bias), "triton", backward=False)
+
+
+def test_packed_dropout_is_the_padded_calls():
+    """Row numbers go by max_seqlen_q."""
+    lengths, longest = [3, 9, 0, 70], 72
+    ends = torch.tensor([0, 3, 12, 12, 82])
+    packed = [randn(82, 2, 16, seed=seed) for seed in range(3)]
+    options = {"dropout_p": 0.4, "seed": SEED, "backend": "triton"}
+    found = tfk.ops.attention_varlen(*packed, ends, ends, longest, longest, Mask.causal(), **options)
+    padded = [torch.zeros(4, 2, longest, 16) for _ in range(3)]
+    for full, short in zip(padded, packed, strict=True):
+        for b, length in enumerate(lengths):
+            full[b, :, :length] = short[ends[b] : ends[b] + length].transpose(0, 1)
+    mask = Mask.causal() & Mask.lengths(torch.tensor(lengths))
+    expected = tfk.ops.attention(*padded, mask, **options)
+    for b, length in enumerate(lengths):
+        torch.testing.assert_close(found[ends[b] : ends[b] + length].transpose(0, 1), expected[b, :, :length])
+
+
+def step(q, k, v, bias):
+    seed = torch.full((), 3, device=q.device)
+    return tfk.ops.attention(q, k, v, Mask.causal(), bias=bias, dropout_p=0.1, seed=seed, backend="triton") * 2
+
+
+def test_traced_for_a_gpu_that_is_not_there():
+    """Without gradients: torch's autograd ends the process where a CPU build meets a CUDA device."""
+    with FakeTensorMode():
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        q, k, v = (torch.empty(2, heads, 5, 16, **options) for heads in (4, 2, 2))
+        bias = torch.empty(1, 4, 5, 5, **options)
+        out = torch.compile(step, fullgraph=True, backend="eager")(q, k, v, bias)
+        assert out.device.type == "cuda" and out.shape == q.shape and out.dtype == torch.bfloat16
+
+
+def direct(q=None, k=None, v=None, **changed):
+    plain = qkv()
+    given = {
+        "bias": None, "keep": None, "key_lengths": None, "cu_seqlens_q": None, "cu_seqlens_k": None,
+        "max_seqlen_q": 5, "max_seqlen_k": 7, "window": [-99, 99, -99, 99], "scale": 1.0, "dropout_p": 0.0,
+        "seed": None, "deterministic": True,
+    }  # fmt: skip
+    tensors = [default if t is None else t for t, default in zip((q, k, v), plain, strict=True)]
+    return _forward["triton"](*tensors, *{**given, **changed}.values())
+
+
+ENDS = torch.tensor([0, 5])
+REFUSED = [
+    lambda: direct(q=torch.zeros(2, 4, 5, 9)),
+    lambda: direct(q=torch.zeros(2, 3, 5, 8)),
+    lambda: direct(q=torch.zeros(2, 4, 5, 8).double()),
+    lambda: direct(k=torch.zeros(2, 2, 7, 8).half()),
+    lambda: direct(v=torch.zeros(2, 2, 6, 8)),
+    lambda: direct(v=torch.zeros(2, 2, 7, 257)),
+    lambda: direct(bias=torch.zeros(2, 4, 5, 6)),
+    lambda: direct(bias=torch.zeros(2, 4, 5, 7).half()),
+    lambda: direct(keep=torch.zeros(1, 1, 1, 7)),
+    lambda: direct(key_lengths=torch.tensor([1, 2, 3])),
+    lambda: direct(window=[0, 0]),
+    lambda: direct(dropout_p=0.5),
+    lambda: direct(dropout_p=1.5, seed=SEED),
+    lambda: direct(cu_seqlens_q=ENDS),
+    lambda: direct(cu_seqlens_q=ENDS, cu_seqlens_k=ENDS),
+]
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_the_operator_itself_refuses_what_would_read_outside(index):
+    with pytest.raises(ValueError, match="attention_fwd_triton: "):
+        REFUSED[index]()
+
+
+def test_wrong_lengths_read_nothing_outside():
+    """On a GPU nobody looks at lengths beforehand: the kernels clamp what they load."""
+    out, _ = direct(key_lengths=torch.tensor([2**62, -5]))
+    assert out[0].isfinite().all() and (out[1] == 0).all()
+    q, k, v = randn(5, 4, 8), randn(7, 2, 8, seed=1), randn(7, 2, 8, seed=2)
+    bad = torch.tensor([3, 2**40, -7, 2])
+    direct(q, k, v, cu_seqlens_q=bad, cu_seqlens_k=bad, max_seqlen_q=5, max_seqlen_k=7)
+
+
+@pytest.mark.parametrize(
+    "call, why",
+    [
+        (lambda: tfk.ops.attention(*(t.double() for t in qkv()), backend="triton"), "has no float64 kernels"),
+        (lambda: tfk.ops.attention(*qkv(width=257), backend="triton"), "at most 256, got 257"),
+    ],
+)
+def test_what_it_cannot_is_said(call, why):
+    with pytest.raises(tfk.BackendError, match=why):
+        call()
+    assert "-> cpu" in tfk.explain("attention", *qkv()) and "not yet proven on a GPU" in tfk.explain(
+        "attention", *qkv()
+    )

@@ -1,0 +1,214 @@
+"""What the attention kernels share on the device: sequences, which tiles meet, what a tile hides, scores.
+
+Row i of a tile of queries is m0 + i, column j of a tile of keys n0 + j; both within their sequence. Positions are
+int32, which sequences shorter than 2**30 never leave; offsets in memory are int64.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._tile import inside, keep_tile, tile
+
+
+@triton.jit
+def near(x, BOUND: tl.constexpr):
+    """A scalar as int32, clamped to -BOUND..BOUND."""
+    return tl.minimum(tl.maximum(x, -BOUND), BOUND).to(tl.int32)
+
+
+@triton.jit
+def sequence(b, Tq, Tk, total_q, total_k, lengths_ptr, cu_q_ptr, cu_k_ptr):
+    """(first query, first key) int64, (queries, keys, live keys) int32 of sequence b.
+
+    What is loaded is clamped: no length can make a kernel read outside of its tensors.
+    """
+    q0 = total_q * 0
+    k0 = total_k * 0
+    tq = Tq
+    tk = Tk
+    if cu_q_ptr is not None:
+        q0 = tl.minimum(tl.maximum(tl.load(cu_q_ptr + b).to(tl.int64), 0), total_q)
+        k0 = tl.minimum(tl.maximum(tl.load(cu_k_ptr + b).to(tl.int64), 0), total_k)
+        tq = tl.minimum(tl.load(cu_q_ptr + b + 1).to(tl.int64), total_q) - q0
+        tk = tl.minimum(tl.load(cu_k_ptr + b + 1).to(tl.int64), total_k) - k0
+        tq = tl.minimum(tl.maximum(tq, 0), Tq).to(tl.int32)
+        tk = tl.minimum(tl.maximum(tk, 0), Tk).to(tl.int32)
+    live = tk
+    if lengths_ptr is not None:
+        live = tl.minimum(tl.maximum(tl.load(lengths_ptr + b).to(tl.int64), 0), tk).to(tl.int32)
+    return q0, k0, tq, tk, live
+
+
+@triton.jit
+def band(tq, tk, low, high, end_low, end_high):
+    """Both bands as one, low <= j - i <= high from the top-left corner, int32."""
+    low = tl.maximum(low, end_low + (tk - tq))
+    high = tl.minimum(high, end_high + (tk - tq))
+    return near(low, 1 << 30), near(high, 1 << 30)
+
+
+@triton.jit
+def tiles_met(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
+    """(first, full_first, full_last, last): tiles of BLOCK positions that meet begin..end - 1, and those of them
+    that lie in full_begin..full_end - 1.
+    """
+    first = begin // BLOCK
+    last = tl.maximum((end + BLOCK - 1) // BLOCK, first)
+    last = tl.where(end > begin, last, first)
+    full_first = tl.minimum(tl.maximum((full_begin + BLOCK - 1) // BLOCK, first), last)
+    full_last = tl.minimum(tl.maximum(tl.maximum(full_end, 0) // BLOCK, full_first), last)
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def start(t, length, BLOCK: tl.constexpr):
+    """The first position of tile t, of the type of ``length``; interpreted, a loop's t is a plain int."""
+    return length * 0 + t * BLOCK
+
+
+@triton.jit
+def keys_met(m0, tq, live, low, high, BLOCK_M: tl.constexpr):
+    """(begin, end, full_begin, full_end): the keys that some row of a tile of queries sees, and those that all see."""
+    m1 = tl.minimum(m0 + BLOCK_M, tq)
+    begin = tl.maximum(m0 + low, 0)
+    end = tl.minimum(live, m1 + high)
+    return begin, end, tl.maximum(m1 - 1 + low, 0), tl.minimum(live, m0 + high + 1)
+
+
+@triton.jit
+def queries_met(n0, tq, live, low, high, BLOCK_N: tl.constexpr):
+    """(begin, end, full_begin, full_end): the queries that see some key of a tile, and those that see them all."""
+    n1 = tl.minimum(n0 + BLOCK_N, live)
+    begin = tl.maximum(n0 - high, 0)
+    end = tl.where(n1 > n0, tl.minimum(tq, n1 - low), 0)
+    return begin, end, tl.maximum(n1 - 1 - high, 0), tl.minimum(tq, n0 - low + 1)
+
+
+@triton.jit
+def visible_tile(m0, n0, live, low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) bool: what band and length show of a tile."""
+    rows = tl.arange(0, BLOCK_M)
+    from_key = rows + near(low - (n0 - m0), 4096)
+    to_key = tl.minimum(rows + near(high - (n0 - m0), 4096), near(live - n0, 4096) - 1)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    return (offs_n >= from_key[:, None]) & (offs_n <= to_key[:, None])
+
+
+@triton.jit
+def load_rows(
+    ptr, first, begin, end, stride_t, D,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_T, BLOCK_D) of rows first + 0, 1, ... of one head; 0 beyond D, and outside begin..end - 1 if MASKED.
+
+    Rows start and end at multiples of 16 bytes: the host has seen to that.
+    """
+    offs_t = tl.arange(0, BLOCK_T)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = inside(offs_d, D, True)[None, :]
+    if MASKED:
+        rows = (offs_t >= near(begin - first, 4096)) & (offs_t < near(end - first, 4096))
+        mask = rows[:, None] & mask
+    return tl.load(tile(ptr + first * stride_t, offs_t * stride_t, offs_d, True), mask=mask, other=0.0)
+
+
+@triton.jit
+def dots(
+    a, a_ptr, a_first, a_begin, a_end, a_stride_t, b, b_ptr, b_first, b_begin, b_end, b_stride_t, D,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_A, BLOCK_B) float32: the dot products of the rows of two heads.
+
+    ``a`` and ``b`` are their tiles if CHUNK is 0. Else they count for nothing, and the rows are read again, CHUNK
+    elements at once: without matrix units each thread would hold the whole rows in registers.
+    """
+    if CHUNK == 0:
+        found = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    else:
+        found = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
+        for d in range(0, D, CHUNK):
+            left = load_rows(a_ptr + d, a_first, a_begin, a_end, a_stride_t, D - d, BLOCK_A, CHUNK, True)
+            right = load_rows(b_ptr + d, b_first, b_begin, b_end, b_stride_t, D - d, BLOCK_B, CHUNK, True)
+            found = tl.dot(left, tl.trans(right), found, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
+def store_rows(
+    value, ptr, first, end, stride_t, D, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Writes rows first + 0, 1, ... < end of one head, rounded once to its type."""
+    offs_t = tl.arange(0, BLOCK_T)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (offs_t < near(end - first, 4096))[:, None] & inside(offs_d, D, ALIGNED)[None, :]
+    ptrs = tile(ptr + first * stride_t, offs_t * stride_t, offs_d, ALIGNED)
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def pair_tile(ptr, m0, n0, stride_t, stride_d, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers to a tile of something per pair; ALIGNED promises unit stride along the keys, and rows that start at
+    multiples of 16 bytes.
+    """
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    if ALIGNED:
+        return tile(ptr + m0 * stride_t + n0, offs_m * stride_t, offs_n, True)
+    return ptr + m0 * stride_t + n0 * stride_d + (offs_m * stride_t)[:, None] + (offs_n * stride_d)[None, :]
+
+
+@triton.jit
+def pair_mask(m0, n0, tq, tk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) bool: which pairs of a tile exist; ALIGNED promises that there are 8 keys or none in a row."""
+    rows = tl.arange(0, BLOCK_M) < near(tq - m0, 4096)
+    return rows[:, None] & inside(tl.arange(0, BLOCK_N), near(tk - n0, 4096), ALIGNED)[None, :]
+
+
+@triton.jit
+def load_pairs(
+    ptr, m0, n0, tq, tk, stride_t, stride_d, other,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_M, BLOCK_N) of one head's bias or keep matrix; ``other``, what hides, where there is no pair."""
+    mask = pair_mask(m0, n0, tq, tk, BLOCK_M, BLOCK_N, ALIGNED)
+    return tl.load(pair_tile(ptr, m0, n0, stride_t, stride_d, BLOCK_M, BLOCK_N, ALIGNED), mask=mask, other=other)
+
+
+@triton.jit
+def score_tile(
+    dots, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
+    keep_stride_d, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS_ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """A.1 of a tile, (BLOCK_M, BLOCK_N) float32: q k^T itself, or scale q k^T + bias; -inf where a pair is hidden."""
+    x = dots
+    if bias_ptr is not None:
+        bias = load_pairs(
+            bias_ptr, m0, n0, tq, tk, bias_stride_t, bias_stride_d, float("-inf"), BLOCK_M, BLOCK_N, PAIRS_ALIGNED
+        ).to(tl.float32)  # fmt: skip
+        # a finite bias is added in float32 units of the scores; log2(e) waits until the maximum is subtracted
+        x = tl.where(bias == float("-inf"), float("-inf"), tl.fma(x, tl.zeros_like(x) + scale, bias))
+    if MASKED:
+        shown = visible_tile(m0, n0, live, low, high, BLOCK_M, BLOCK_N)
+        if keep_ptr is not None:
+            keep = load_pairs(
+                keep_ptr, m0, n0, tq, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED
+            )
+            shown = shown & (keep != 0)
+        x = tl.where(shown, x, float("-inf"))  # chosen, not multiplied: NaN in hidden keys ends here
+    return x
+
+
+@triton.jit
+def kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) bool of dropout; ``first_row`` is the number of the head's row 0 in the random rule."""
+    rows = first_row + m0 + tl.arange(0, BLOCK_M)
+    return keep_tile(seed_ptr, rows, n0, last_dropped, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def is_finite(x):
+    """Whether all of a tile is: the sum of its zeros is 0, and NaN where one is none."""
+    return tl.sum(x * 0.0) == 0.0

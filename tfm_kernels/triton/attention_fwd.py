@@ -1,0 +1,267 @@
+"""attention_fwd, Triton. Implements A.1 to A.4 of tfm_kernels/ops/attention.py.
+
+Owns:    one program = block_m queries of one head; the tile of queries stays, tiles of keys and values pass. Tiles that
+         no row sees are left out; those that all rows see need no mask. With a keep matrix, the tiles come from the
+         lists of _attention_tiles.py.
+Method:  online softmax; weights are rounded to the values' type for the second product, statistics are float32. Where
+         the result is not finite although keep or bias hide pairs, the tile is done once more with those values as 0
+         that none of its rows sees: NaN in padding then reaches nothing, and calls without it pay nothing.
+Traffic: reads q once, k and v once for each tile of queries that sees them (L2), bias and keep once; writes out, lse.
+Limits:  D, Dv <= 256; float16, bfloat16, float32 (IEEE unless TF32 is allowed). No float64.
+Config:  pick_config() below; not yet measured on a GPU.
+Source:  own work, after Dao 2023, arXiv:2307.08691, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import _attention_call, _launch
+from ._attention import (
+    band,
+    dots,
+    is_finite,
+    kept_tile,
+    keys_met,
+    load_rows,
+    score_tile,
+    sequence,
+    start,
+    store_rows,
+    tiles_met,
+)
+
+# Compilations for one combination of storage types and of optional arguments, whatever the shapes: five head widths,
+# two tiles each, rows that start at multiples of 16 bytes or not, and so for bias and keep.
+MAX_COMPILATIONS = 40
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a call is launched.
+
+    Attributes:
+        block_m: queries of one program.
+        block_n: keys that it meets at once.
+        block_d: head dimensions held, a power of two of at least 16.
+        chunk: head dimensions that a product of queries and keys takes at once, or 0: all.
+        num_warps: warps of one program.
+        num_stages: how many tiles of keys and values are on their way at once.
+        max_registers: what a thread may take; None leaves it to the compiler, which spills to keep programs together.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    chunk: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+def pick_config(dim: int, queries: int, extras: str, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """The launch for heads of ``dim`` (the larger of D and Dv) on a GPU of this compute capability.
+
+    16 bits: 128 queries on 8 warps, two warpgroups of 64 rows on sm_90; up to D = 64 so few registers that two programs
+    fit on a multiprocessor, and one computes weights while the other multiplies. ``extras`` take registers, and so
+    fewer keys at once: "none", "aligned" (dropout, bias or keep) or "unaligned" (bias or keep read one by one). Few
+    queries: 64. float32 multiplies without matrix units; its tiles are what registers and code size allow.
+    """
+    block_d = max(16, triton.next_power_of_2(dim))
+    wide, few, old = block_d >= 128, queries <= 64, capability[0] == 8
+    if dtype == torch.float32:
+        block_m, num_warps = 64 if block_d < 256 else 32, 8 if wide else 4
+        return Config(block_m, 16, block_d, 16, num_warps, num_stages=1, max_registers=255)
+    if (wide and extras == "unaligned") or (block_d == 256 and (few or old or extras != "none")):
+        return Config(64, 32, block_d, 0, num_warps=8, num_stages=2)
+    if few:
+        return Config(64, 64 if extras == "none" else 32, block_d, 0, num_warps=4, num_stages=2)
+    if wide:
+        block_n = 32 if extras != "none" else 128 if block_d == 128 and not old else 64
+        return Config(128, block_n, block_d, 0, num_warps=8, num_stages=2)
+    return Config(128, 32 if extras == "unaligned" else 64, block_d, 0, num_warps=8, num_stages=3)
+
+
+_RUNTIME = (
+    "q_ptr", "k_ptr", "v_ptr", "bias_ptr", "keep_ptr", "counts_ptr", "tiles_ptr", "lengths_ptr", "cu_q_ptr", "cu_k_ptr",
+    "seed_ptr", "out_ptr", "lse_ptr", "H", "G", "Tq", "Tk", "total_q", "total_k", "row_step", "D", "DV", "OUT_D",
+    "q_stride_b", "q_stride_h", "q_stride_t", "k_stride_b", "k_stride_h", "k_stride_t", "v_stride_b", "v_stride_h",
+    "v_stride_t", "out_stride_b", "out_stride_h", "out_stride_t", "lse_stride_b", "lse_stride_h", "bias_stride_b",
+    "bias_stride_h", "bias_stride_t", "bias_stride_d", "keep_stride_b", "keep_stride_h", "keep_stride_t",
+    "keep_stride_d", "list_stride_b", "list_stride_h", "list_width", "low", "high", "end_low", "end_high",
+    "scale", "step", "unit", "keep_scale", "last_dropped",
+)  # fmt: skip
+
+
+@triton.jit
+def meet(
+    acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, begin, end, tq, tk, live,
+    low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d,
+    scale, step, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys and values: A.1, and A.3 and A.4 up to the division by the sum."""
+    k = load_rows(k_ptr, n0, begin, end, k_stride_t, D, BLOCK_N, BLOCK_D, MASKED) if CHUNK == 0 else q
+    x = dots(
+        q, q_ptr, m0, m0, tq, q_stride_t, k, k_ptr, n0, begin, end, k_stride_t, D, BLOCK_M, BLOCK_N, CHUNK, PRECISION
+    )  # fmt: skip
+    x = score_tile(
+        x, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
+        keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED,
+    )  # fmt: skip
+    most = tl.maximum(tops, tl.max(x, 1))
+    shift = most
+    if MASKED or bias_ptr is not None:
+        shift = tl.where(most == float("-inf"), 0.0, most)
+    # the difference comes first, so that large scores lose nothing
+    p = tl.exp2((x - shift[:, None]) * step)
+    decay = tl.exp2((tops - shift) * step)
+    sums = sums * decay + tl.sum(p, 1)
+    if seed_ptr is not None:
+        p = tl.where(kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N), p, 0.0)
+    v = load_rows(v_ptr, n0, begin, end, v_stride_t, DV, BLOCK_N, BLOCK_D, MASKED)
+    if CAREFUL:
+        seen = tl.max((x != float("-inf")).to(tl.int32), 0)
+        v = tl.where((seen > 0)[:, None], v, tl.zeros((BLOCK_N, BLOCK_D), tl.float32).to(v.dtype))
+    acc = acc * decay[:, None]
+    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), sums, most
+
+
+@triton.jit
+def attend(
+    q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, first_row, slot, list_width, m0, tq,
+    tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d, keep_stride_t,
+    keep_stride_d, scale, step, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """(acc, sums, tops) of a tile of queries against all the keys that it sees."""
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    tops = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    begin, end, full_begin, full_end = keys_met(m0, tq, live, low, high, BLOCK_M)
+    first, full_first, full_last, last = tiles_met(begin, end, full_begin, full_end, BLOCK_N)
+    if keep_ptr is not None:
+        for c in tl.range(0, tl.load(counts_ptr + slot), num_stages=STAGES):
+            n0 = start(tl.load(tiles_ptr + slot * list_width + c), tk, BLOCK_N)
+            acc, sums, tops = meet(
+                acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, begin, end,
+                tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d,
+                keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
+                PRECISION, CHUNK, True, CAREFUL,
+            )  # fmt: skip
+    else:
+        for c in tl.range(first, last - (full_last - full_first), num_stages=STAGES):
+            n0 = start(c + tl.where(c >= full_first, full_last - full_first, 0), tk, BLOCK_N)
+            acc, sums, tops = meet(
+                acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, begin, end,
+                tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d,
+                keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
+                PRECISION, CHUNK, True, CAREFUL,
+            )  # fmt: skip
+        for c in tl.range(full_first, full_last, num_stages=STAGES):
+            acc, sums, tops = meet(
+                acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0,
+                start(c, tk, BLOCK_N), begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
+                bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N,
+                BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK, False, CAREFUL,
+            )  # fmt: skip
+    return acc, sums, tops
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, lengths_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, out_ptr,
+    lse_ptr, H: tl.int32, G: tl.int32, Tq: tl.int32, Tk: tl.int32, total_q: tl.int64, total_k: tl.int64,
+    row_step: tl.int64, D: tl.int32, DV: tl.int32, OUT_D: tl.int32,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_t: tl.int64,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_t: tl.int64,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_t: tl.int64,
+    out_stride_b: tl.int64, out_stride_h: tl.int64, out_stride_t: tl.int64,
+    lse_stride_b: tl.int64, lse_stride_h: tl.int64,
+    bias_stride_b: tl.int64, bias_stride_h: tl.int64, bias_stride_t: tl.int64, bias_stride_d: tl.int64,
+    keep_stride_b: tl.int64, keep_stride_h: tl.int64, keep_stride_t: tl.int64, keep_stride_d: tl.int64,
+    list_stride_b: tl.int64, list_stride_h: tl.int64, list_width: tl.int64,
+    low: tl.int64, high: tl.int64, end_low: tl.int64, end_high: tl.int64,
+    scale, step, unit, keep_scale, last_dropped: tl.int32,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OUT_ALIGNED: tl.constexpr,
+    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of one head; the last tile, which sees most where a mask is causal, comes first."""
+    tiles = (Tq + BLOCK_M - 1) // BLOCK_M
+    row_tile = tiles - 1 - tl.program_id(0) % tiles
+    b = (tl.program_id(0) // tiles // H).to(tl.int64)
+    h = (tl.program_id(0) // tiles % H).to(tl.int64)
+    q0, k0, tq, tk, live = sequence(b, Tq, Tk, total_q, total_k, lengths_ptr, cu_q_ptr, cu_k_ptr)
+    low, high = band(tq, tk, low, high, end_low, end_high)
+    m0 = row_tile * BLOCK_M
+    if m0 >= tq:
+        return
+    kv = h // G
+    k_ptr += b * k_stride_b + kv * k_stride_h + k0 * k_stride_t
+    v_ptr += b * v_stride_b + kv * v_stride_h + k0 * v_stride_t
+    if bias_ptr is not None:
+        bias_ptr += b * bias_stride_b + h * bias_stride_h
+    slot = b * list_stride_b + h * list_stride_h + row_tile
+    if keep_ptr is not None:
+        keep_ptr += b * keep_stride_b + h * keep_stride_h
+    q_ptr += b * q_stride_b + h * q_stride_h + q0 * q_stride_t
+    q = m0  # read where it is used
+    if CHUNK == 0:
+        q = load_rows(q_ptr, m0, m0, tq, q_stride_t, D, BLOCK_M, BLOCK_D, True)
+    first_row = (b * H + h) * row_step
+    acc, sums, tops = attend(
+        q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, first_row, slot, list_width, m0,
+        tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d, keep_stride_t,
+        keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK, STAGES,
+        False,
+    )  # fmt: skip
+    if bias_ptr is not None or keep_ptr is not None:
+        if not is_finite(acc):
+            acc, sums, tops = attend(
+                q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, first_row, slot,
+                list_width, m0, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t,
+                bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D,
+                PAIRS_ALIGNED, PRECISION, CHUNK, 1, True,
+            )  # fmt: skip
+    sees = sums != 0.0
+    out = tl.where(sees[:, None], acc * (keep_scale / tl.where(sees, sums, 1.0))[:, None], 0.0)
+    out_ptr += b * out_stride_b + h * out_stride_h + q0 * out_stride_t
+    store_rows(out, out_ptr, m0, tq, out_stride_t, OUT_D, BLOCK_M, BLOCK_D, OUT_ALIGNED)
+    lse = tl.where(sees, tops * unit + tl.log(tl.where(sees, sums, 1.0)), float("-inf"))
+    offs_m = tl.arange(0, BLOCK_M)
+    lse_ptr += b * lse_stride_b + h * lse_stride_h + q0 + m0
+    tl.store(lse_ptr + offs_m, lse, mask=offs_m < tq - m0)
+
+
+def attention_fwd(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, keep: Tensor | None, key_lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, window: list[int],
+    scale: float, dropout_p: float, seed: Tensor | None, deterministic: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The operator attention_fwd_triton; its contract is tfm_kernels/ops/attention.py's."""
+    call = _attention_call.Call(
+        "attention_fwd_triton", query, key, value, bias, keep, key_lengths, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, window, scale, dropout_p, seed,
+    )  # fmt: skip
+    out, lse = call.like(query, call.value_dim), call.statistics()
+    if out.numel() == 0:
+        return out, lse
+    width, extras = max(call.dim, call.value_dim), call.extras()
+    config = pick_config(width, call.queries, extras, query.dtype, _launch.capability(query))
+    programs = triton.cdiv(call.queries, config.block_m) * call.heads * call.batch
+    with _launch.on(query):
+        lists = call.keep_tiles(config.block_m, config.block_n, of_keys=False)
+        attention_fwd_kernel[(programs,)](
+            **call.arguments(), **lists, out_ptr=out, lse_ptr=lse, **call.strides("out", out), OUT_D=call.value_dim,
+            OUT_ALIGNED=_attention_call.rows_aligned(out), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            BLOCK_D=config.block_d, CHUNK=config.chunk, STAGES=config.num_stages, num_warps=config.num_warps,
+            maxnreg=config.max_registers, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out, lse
