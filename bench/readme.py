@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfm_kernels import Mask, _backend, _library
 
@@ -64,9 +65,17 @@ def _reason(op: _backend.Op, backend: str, arguments: Mapping[str, Any]) -> str 
     """What SUPPORT answers to tensors on the backend's own device; the table is about the code, not this machine."""
     call = op.describe(**arguments)
     if backend in ("triton", "cuda"):
-        call = replace(call, device="cuda")
+        call = _on_gpu(call)
     reason = op.support[backend](call)
     return None if backend != "cpu" and reason in _library.kernels().values() else reason
+
+
+def _on_gpu(call: Any) -> Any:
+    """The call as if its tensors were on a GPU; there need be none."""
+    if hasattr(call, "device"):
+        return replace(call, device="cuda")
+    with FakeTensorMode():
+        return replace(call, query=torch.empty(call.query.shape, dtype=call.query.dtype, device="cuda"))
 
 
 def _note(note: str, notes: list[str]) -> int:

@@ -1,7 +1,7 @@
 """The ops that are proven on a GPU, in order. A new one is a file like layer_norm.py and a line here."""
 
-from . import ffn, layer_norm
+from . import attention, ffn, layer_norm
 from .subject import GpuSubject
 
-SUBJECTS: tuple[GpuSubject, ...] = (layer_norm.TRITON, layer_norm.CUDA, ffn.TRITON)
+SUBJECTS: tuple[GpuSubject, ...] = (layer_norm.TRITON, layer_norm.CUDA, attention.TRITON, ffn.TRITON)
 STEMS = tuple(dict.fromkeys(subject.stem for subject in SUBJECTS))  # an op has a subject for each backend

@@ -25,11 +25,15 @@ ABSENT = {
     "keep": ("bias_ptr", *_ENDS, "seed_ptr", "lengths_ptr"),
     "full": _ENDS,
 }
-INT32 = ("H", "G", "Tq", "Tk", "D", "DV", "OUT_D", "last_dropped")
+INT32 = (
+    "B", "H", "G", "Tq", "Tk", "D", "DV", "OUT_D", "DQ_D", "DK_D", "DV_D", "SHARING_B", "SHARING_H", "SPLITS",
+    "last_dropped",
+)  # fmt: skip
 FLOAT32 = ("scale", "step", "unit", "keep_scale")
 POINTERS = {
     "keep_ptr": "*u8", "counts_ptr": "*i32", "tiles_ptr": "*i32", "lengths_ptr": "*i64", "cu_q_ptr": "*i32",
-    "cu_k_ptr": "*i32", "seed_ptr": "*i64", "lse_ptr": "*fp32",
+    "cu_k_ptr": "*i32", "seed_ptr": "*i64", "lse_ptr": "*fp32", "dlse_ptr": "*fp32", "statistics_ptr": "*fp32",
+    "sums_ptr": "*fp32",
 }  # fmt: skip
 
 
@@ -106,7 +110,8 @@ def _lists(arch, of_keys):
     kernel = _attention_tiles.keep_tiles_kernel
     block = {"BLOCK_M": 128, "BLOCK_N": 64, "OF_KEYS": of_keys, "PAIRS_ALIGNED": True}
     return {
-        "kernel": kernel, "types": types(kernel, "u8", ()), "constexprs": block, "arch": arch, "num_warps": 4
+        "kernel": kernel, "types": types(kernel, "u8", ()), "constexprs": block, "arch": arch, "num_warps": 4,
+        "max_registers": 255,
     }  # fmt: skip
 
 

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from tfm_kernels.triton import _attention_call, attention_fwd
+from tfm_kernels.triton import _attention_call, attention_bwd, attention_fwd
+from tfm_kernels.triton._attention_call import Config
 
 ANYWHERE = [-(1 << 40), 1 << 40, -(1 << 40), 1 << 40]
 
@@ -19,11 +20,11 @@ def test_launches():
                     for queries in (1, 64, 65, 10**6):
                         config = attention_fwd.pick_config(width, queries, extras, dtype, capability)
                         assert config.block_d >= width and config.block_d in (16, 32, 64, 128, 256)
-                        assert config.block_m in (32, 64, 128) and config.block_n in (16, 32, 64, 128)
+                        assert config.block_m in (32, 64, 128) and config.block_n in (16, 32, 64)
                         assert config.num_warps in (4, 8) and (queries > 64 or config.block_m <= 64)
     pick = attention_fwd.pick_config
-    assert pick(64, 4096, "none", torch.bfloat16, (9, 0)) == attention_fwd.Config(128, 64, 64, 0, 8, 3)
-    assert pick(128, 4096, "none", torch.bfloat16, (9, 0)) == attention_fwd.Config(128, 128, 128, 0, 8, 2)
+    assert pick(64, 4096, "none", torch.bfloat16, (9, 0)) == Config(128, 64, 64, 0, 8, 3)
+    assert pick(128, 4096, "none", torch.bfloat16, (9, 0)) == Config(128, 64, 128, 0, 8, 2)
 
 
 def random_heads(rng, batch, heads, length, width, dtype):
@@ -58,11 +59,16 @@ def test_compilations_are_bounded(dtype, compilations):
         window = rng.choice((ANYWHERE, [-5, 5, -9, 0]))
         lengths = torch.zeros(batch, dtype=torch.int64)
         options = (bias, keep, lengths, None, None, queries, keys, window, rng.choice((1.0, -0.5, 0.0)))
-        attention_fwd.attention_fwd(q, k, v, *options, rng.choice((0.1, 0.5, 1.0)), seed, True)
-    counts = {name: len(keys) for name, keys in compilations.items()}
-    assert set(counts) == {"attention_fwd_kernel", "keep_tiles_kernel"}, counts
+        rest = (rng.choice((0.1, 0.5, 1.0)), seed, True)
+        out, lse = attention_fwd.attention_fwd(q, k, v, *options, *rest)
+        dout = random_heads(rng, batch, sizes[1], queries, value_width, dtype)
+        attention_bwd.attention_bwd(dout, lse, q, k, v, out, lse, *options, *rest, True)
+    counts = {name: len(found) for name, found in compilations.items()}
+    backward = {f"attention_bwd_{name}_kernel" for name in attention_bwd.KERNELS}
+    assert set(counts) == {"attention_fwd_kernel", "keep_tiles_kernel", *backward}, counts
     assert counts["attention_fwd_kernel"] <= attention_fwd.MAX_COMPILATIONS, counts
     assert counts["keep_tiles_kernel"] <= _attention_call.MAX_COMPILATIONS, counts
+    assert all(counts[name] <= attention_bwd.MAX_COMPILATIONS for name in backward), counts
 
 
 def test_alignment():

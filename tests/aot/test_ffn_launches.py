@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from bench.gpu.ffn import SUBJECT
+from bench.gpu.ffn import TRITON
 from tfm_kernels.triton import _gemm, _launch, _sums, ffn_bwd, ffn_fwd
 from tfm_kernels.triton._gemm import Config
 
@@ -75,7 +75,7 @@ def test_precision_is_torchs_choice(module, name, value):
 
 def test_the_cases_of_bench_gpu_reach_every_launch():
     reached, every = set(), set()
-    for case in SUBJECT.cases():
+    for case in TRITON.cases():
         size, kind = case.levels, "ieee" if case.levels["dtype"] == "f32" else "half"
         M, E, F = torch.Size(size["rows"]).numel(), size["e"], size["f"]
         Eo = E if size["eo"] == "same" else size["eo"]
@@ -105,9 +105,9 @@ def test_the_cases_of_bench_gpu_reach_every_launch():
 
 
 def test_a_timed_case_is_proven_with_its_own_launches():
-    for case in SUBJECT.speed.cases:
+    for case in TRITON.speed.cases:
         tiles = []
-        for rows in (case.rows, SUBJECT.speed.proof(case).rows):
+        for rows in (case.rows, TRITON.speed.proof(case).rows):
             at = {"kind": "half", "aligned": True, "capability": (9, 0)}
             launches = (
                 _gemm.pick_config(rows, case.width, **at), _gemm.pick_split(case.hidden, case.width, rows, **at),

@@ -7,29 +7,33 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfm_kernels as tfk
-from tests.cases import CASES
-from tfm_kernels import Mask
-from tfm_kernels.ops.attention import _forward
-from tfm_kernels.testing import assert_contract, contract_report
+from tests.cases import CASES, report_case
+from tfm_kernels import Mask, dropout
+from tfm_kernels.ops.attention import _backward, _forward
+from tfm_kernels.testing import assert_contract, exact, invariance
+from tfm_kernels.testing.derivative import assert_opcheck
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = torch.tensor(2**40 + 20261121)
 NAN = float("nan")
 OPS = ("attention", "attention_varlen")
 ATTENTION = [case for case in CASES if case.op in OPS and case.levels["dtype"] != "f64"]
-FIRST = {"attention": 210, "attention_varlen": 45}  # all pairs have come several times by then
+MOST = 8  # what a quick case may cost
+FIRST = {"attention": 330, "attention_varlen": 60}
 
 
-def tiles(case):
-    """How many tiles of pairs a case has at most: what it costs."""
+def cost(case):
+    """Tiles of pairs that a case has at most; float32 has smaller ones."""
+    small = 8 if case.levels["dtype"] == "f32" else 1
     if case.op == "attention_varlen":
-        return {"tiles": 6, "many": 13}.get(case.levels["segments"], 4) * case.levels["heads"][0]
+        pairs = {"tiles": 6, "many": 13}.get(case.levels["segments"], 4)
+        return small * pairs * case.levels["heads"][0] // 4
     (queries, keys), (batch, heads, _) = case.levels["lengths_qk"], case.levels["heads"]
-    return batch * heads * -(-queries // 64) * -(-keys // 64)
+    return small * batch * heads * -(-queries // 64) * -(-keys // 64)
 
 
 def marked(index, case):
-    slow = index >= FIRST[case.op] or tiles(case) > 24
+    slow = index >= FIRST[case.op] or cost(case) > MOST
     return pytest.param(case, id=case.id, marks=pytest.mark.slow if slow else ())
 
 
@@ -40,7 +44,7 @@ def numbered():
 
 @pytest.mark.parametrize("case", [marked(index, case) for index, case in numbered()])
 def test_contract(case):
-    contract_report(case.op, case.inputs(), "triton", backward=False).raise_broken()
+    report_case(case, "triton").raise_broken()
 
 
 def test_there_are_enough_cases():
@@ -69,9 +73,8 @@ def named(q, k, v, **options):
 def test_wide_heads(width, value_width, dtype):
     """Every width of tile, D not a power of two, Dv not D."""
     tensors = qkv(1, 2, 1, 70, 67, width, value_width, dtype)
-    assert_contract(
-        "attention", named(*tensors, mask=Mask.causal("bottom_right"), return_lse=True), "triton", backward=False
-    )
+    inputs = named(*tensors, mask=Mask.causal("bottom_right"), return_lse=True)
+    assert_contract("attention", inputs, "triton")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,7 +82,7 @@ def test_many_tiles(dtype):
     """Tiles that are hidden, cut and whole, in one row and in one column."""
     q, k, v = qkv(1, 2, 2, 200, 270, 16, 16, dtype)
     for mask in (Mask.causal(), Mask.window(70, 5, "bottom_right") & Mask.lengths(torch.tensor([201]))):
-        assert_contract("attention", named(q, k, v, mask=mask, dropout_p=0.2, seed=SEED), "triton", backward=False)
+        assert_contract("attention", named(q, k, v, mask=mask, dropout_p=0.2, seed=SEED), "triton")
 
 
 MASKS = {
@@ -93,8 +96,17 @@ MASKS = {
 }
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("mask", MASKS)
+def test_who_sees_whom(mask, p):
+    exact.assert_mask_support("triton", MASKS[mask], (2, 2, 66, 129), dropout_p=p, seed=5)
+
+
 def results(q, k, v, mask=None, **options):
-    return (tfk.ops.attention(q, k, v, mask, backend="triton", **options),)
+    """out and the gradients of q, k, v for a fixed random dout."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = tfk.ops.attention(*leaves, mask, backend="triton", **options)
+    return out, *torch.autograd.grad(out, leaves, randn(*out.shape, dtype=out.dtype, seed=9))
 
 
 HIDDEN_TAIL = {
@@ -121,12 +133,38 @@ def test_what_lies_in_padding_changes_no_bit(kind, bad):
         assert torch.equal(a, b) and a.isfinite().all()
 
 
+def test_nan_where_it_is_seen():
+    """A query row of NaN: NaN in that row, and in the gradients of the keys that it sees, of no others."""
+    q, k, v = qkv(queries=7, key_heads=4)
+    q[0, 1, 2] = NAN
+    out, dq, dk, dv = results(q, k, v, Mask.causal())
+    rest = torch.ones_like(out, dtype=torch.bool)
+    rest[0, 1, 2] = False
+    assert out[0, 1, 2].isnan().all() and dq[0, 1, 2].isnan().all() and out[rest].isfinite().all()
+    for gradient in (dk, dv):
+        assert gradient[0, 1, :3].isnan().all() and gradient[0, 1, 3:].isfinite().all()
+        assert gradient[1].isfinite().all() and gradient[0, [0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_see_nothing(dtype):
+    q, k, v = qkv(dtype=dtype)
+    keep = torch.ones(5, 7, dtype=torch.bool)
+    keep[2] = False
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = tfk.ops.attention(*leaves, Mask.keep(keep), return_lse=True, backend="triton")
+    assert (out[:, :, 2] == 0).all() and (lse[:, :, 2] == -math.inf).all() and lse[:, :, 3].isfinite().all()
+    dout = torch.zeros_like(out)
+    dout[:, :, 2] = 1.0
+    for gradient in torch.autograd.grad(out, leaves, dout):
+        assert (gradient == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_least_finite_bias_gives_the_mean(dtype):
     q, k, v = qkv(dtype=dtype)
-    out = tfk.ops.attention(
-        q, k, v, bias=torch.full((1, 1, 5, 7), torch.finfo(dtype).min, dtype=dtype), backend="triton"
-    )
+    bias = torch.full((1, 1, 5, 7), torch.finfo(dtype).min, dtype=dtype)
+    out = tfk.ops.attention(q, k, v, bias=bias, backend="triton")
     expected = v.double().mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
@@ -136,7 +174,32 @@ def test_the_least_finite_bias_gives_the_mean(dtype):
 def test_scale(scale, with_bias):
     q, k, v = qkv()
     bias = {"bias": randn(1, 4, 5, 7, seed=4)} if with_bias else {}
-    assert_contract("attention", named(q, k, v, scale=scale, return_lse=True, **bias), "triton", backward=False)
+    assert_contract("attention", named(q, k, v, scale=scale, return_lse=True, **bias), "triton")
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 0, 7), (2, 4, 5, 0), (0, 4, 5, 7)], ids=str)
+def test_nothing_in_nothing_out(shape):
+    batch, heads, queries, keys = shape
+    q, k, v = qkv(batch, heads, 2, queries, keys)
+    for gradient in results(q, k, v):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("p", [2.0**-33, 0.1, 0.5, 0.9999, 1.0])
+@pytest.mark.parametrize("keys", [7, 64, 130])
+def test_dropout_masks_are_those_of_the_other_backends(keys, p):
+    """Queries of 0 and values of unit vectors: the output is the weight matrix; the gradient of the values its sum."""
+    batch, heads, queries = 2, 2, 66
+    q, k = torch.zeros(batch, heads, queries, 8), torch.zeros(batch, heads, keys, 8)
+    keep = dropout.keep_mask(SEED, p, dropout.attention_rows(batch, heads, queries, "cpu"), keys)
+    for backend in ("triton", "cpu", "reference"):
+        v = torch.eye(keys).expand(batch, heads, keys, keys).clone().requires_grad_()
+        out = tfk.ops.attention(q, k, v, dropout_p=p, seed=SEED, backend=backend)
+        assert torch.equal(out != 0, keep), backend
+        dout = torch.eye(queries, keys).expand(batch, heads, queries, keys)  # column i of dv is row i of the weights
+        (dv,) = torch.autograd.grad(out, v, dout)
+        rows = min(queries, keys)
+        assert torch.equal(dv.transpose(-1, -2)[:, :, :rows] != 0, keep[:, :, :rows]), backend
 
 
 def test_packed_dropout_is_the_padded_calls():
@@ -156,9 +219,38 @@ def test_packed_dropout_is_the_padded_calls():
         torch.testing.assert_close(found[ends[b] : ends[b] + length].transpose(0, 1), expected[b, :, :length])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views_give_the_bits_of_contiguous_tensors(dtype):
+    inputs = named(*qkv(2, 2, 2, 9, 12, 16, 24, dtype), bias=randn(1, 2, 9, 12, dtype=dtype, seed=4))
+    invariance.assert_view_equals_contiguous("attention", inputs, "triton")
+
+
+def test_batch_and_heads_are_independent_and_padding_is_unread():
+    inputs = named(*qkv(3, 4, 2, 9, 70, 16, 16))
+    invariance.assert_batch_and_heads_independent(inputs, "triton")
+    invariance.assert_padding_unread(inputs, torch.tensor([3, 70, 65]), "triton")
+
+
+def test_opcheck():
+    bias = randn(1, 4, 1, 7, seed=4)
+    inputs = named(*qkv(), bias=bias, mask=Mask.lengths(torch.tensor([3, 7])), dropout_p=0.25, seed=SEED)
+    checked = assert_opcheck("attention", inputs, "triton")
+    assert checked == ["tfm_kernels::attention_fwd_triton", "tfm_kernels::attention_bwd_triton"]
+
+
 def step(q, k, v, bias):
     seed = torch.full((), 3, device=q.device)
     return tfk.ops.attention(q, k, v, Mask.causal(), bias=bias, dropout_p=0.1, seed=seed, backend="triton") * 2
+
+
+def test_compiled():
+    """fullgraph=True, forward and backward; an inductor graph calls the operators as they are."""
+    leaves = [t.requires_grad_() for t in (*qkv(), randn(1, 4, 5, 7, seed=4))]
+    eager = step(*leaves)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(compiled, eager)
+    found, expected = (torch.autograd.grad(out.sum(), leaves) for out in (compiled, eager))
+    torch.testing.assert_close(found, expected)
 
 
 def test_traced_for_a_gpu_that_is_not_there():
@@ -169,6 +261,24 @@ def test_traced_for_a_gpu_that_is_not_there():
         bias = torch.empty(1, 4, 5, 5, **options)
         out = torch.compile(step, fullgraph=True, backend="eager")(q, k, v, bias)
         assert out.device.type == "cuda" and out.shape == q.shape and out.dtype == torch.bfloat16
+        lse = torch.empty(2, 4, 5, device="cuda")
+        indices = (None, None, None, None)
+        settings = (5, 5, [-9, 9, -9, 9], 0.25, 0.0, None, True, True)
+        dq, dk, _, dbias = _backward["triton"](out, None, q, k, v, out, lse, bias, *indices, *settings)
+        assert dq.device.type == dbias.device.type == "cuda" and (dk.shape, dbias.shape) == (k.shape, bias.shape)
+
+
+@pytest.mark.parametrize("forward, backward", [("cpu", "triton"), ("triton", "cpu"), ("triton", "triton")])
+def test_backward_of_another_backend(forward, backward):
+    """What the forward saves means the same to every backend."""
+    q, k, v = qkv(queries=40, keys=70, width=16, value_width=24)
+    bias, dout = randn(1, 4, 40, 1, seed=4), randn(2, 4, 40, 24, seed=5)
+    arguments = (bias, None, torch.tensor([70, 33]), None, None, 40, 70, [-99, 0, -99, 9], 0.3, 0.1, SEED, True)
+    saved = {name: _forward[name](q, k, v, *arguments) for name in ("cpu", forward)}
+    dlse = randn(2, 4, 40, seed=6)
+    expected = _backward["cpu"](dout, dlse, q, k, v, *saved["cpu"], *arguments, True)
+    found = _backward[backward](dout, dlse, q, k, v, *saved[forward], *arguments, True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def direct(q=None, k=None, v=None, **changed):
@@ -227,6 +337,5 @@ def test_wrong_lengths_read_nothing_outside():
 def test_what_it_cannot_is_said(call, why):
     with pytest.raises(tfk.BackendError, match=why):
         call()
-    assert "-> cpu" in tfk.explain("attention", *qkv()) and "not yet proven on a GPU" in tfk.explain(
-        "attention", *qkv()
-    )
+    words = tfk.explain("attention", *qkv())
+    assert "-> cpu" in words and "not yet proven on a GPU" in words

@@ -115,10 +115,6 @@ def _cpu_cannot(call: AttentionCall) -> str | None:
 def _triton_cannot(call: AttentionCall) -> str | None:
     if call.query.dtype == torch.float64:
         return "has no float64 kernels"
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (call.query, call.key, call.value, call.bias)
-    ):
-        return "has no backward kernels yet"
     widest = max(call.query.shape[-1], call.value.shape[-1])
     if widest > 256:
         return f"needs head dimensions of at most 256, got {widest}"
@@ -128,7 +124,7 @@ def _triton_cannot(call: AttentionCall) -> str | None:
     device = call.query.device.type
     if device != "cuda" and not (device == "cpu" and triton_interprets()):
         return f"needs a CUDA tensor, got {call.query.device}"
-    return missing("attention_fwd", "triton")
+    return missing("attention_fwd", "triton") or missing("attention_bwd", "triton")
 
 
 SUPPORT = {"reference": lambda call: None, "aten": _aten_cannot, "cpu": _cpu_cannot, "triton": _triton_cannot}

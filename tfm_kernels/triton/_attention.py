@@ -6,10 +6,22 @@ int32, which sequences shorter than 2**30 never leave; offsets in memory are int
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from ._tile import inside, keep_tile, tile
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """triton.jit, told that nothing but types, which arguments are None, and the constexprs may cause a compilation."""
+    runtime = [
+        name for name, given in inspect.signature(function).parameters.items() if given.annotation != "tl.constexpr"
+    ]
+    return triton.jit(do_not_specialize=runtime)(function)
 
 
 @triton.jit
@@ -87,13 +99,27 @@ def queries_met(n0, tq, live, low, high, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def visible_tile(m0, n0, live, low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_M, BLOCK_N) bool: what band and length show of a tile."""
-    rows = tl.arange(0, BLOCK_M)
+def rows_of(BLOCK_M: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """0, 1, ... along the queries of a tile (queries, keys), or (keys, queries) where TRANSPOSED."""
+    offs_m = tl.arange(0, BLOCK_M)
+    return offs_m[None, :] if TRANSPOSED else offs_m[:, None]
+
+
+@triton.jit
+def columns_of(BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """0, 1, ... along the keys of a tile."""
+    offs_n = tl.arange(0, BLOCK_N)
+    return offs_n[:, None] if TRANSPOSED else offs_n[None, :]
+
+
+@triton.jit
+def visible_tile(m0, n0, live, low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """What band and length show of a tile, bool."""
+    rows = rows_of(BLOCK_M, TRANSPOSED)
     from_key = rows + near(low - (n0 - m0), 4096)
     to_key = tl.minimum(rows + near(high - (n0 - m0), 4096), near(live - n0, 4096) - 1)
-    offs_n = tl.arange(0, BLOCK_N)[None, :]
-    return (offs_n >= from_key[:, None]) & (offs_n <= to_key[:, None])
+    columns = columns_of(BLOCK_N, TRANSPOSED)
+    return (columns >= from_key) & (columns <= to_key)
 
 
 @triton.jit
@@ -111,6 +137,16 @@ def load_rows(
     if MASKED:
         rows = (offs_t >= near(begin - first, 4096)) & (offs_t < near(end - first, 4096))
         mask = rows[:, None] & mask
+    return tl.load(tile(ptr + first * stride_t, offs_t * stride_t, offs_d, True), mask=mask, other=0.0)
+
+
+@triton.jit
+def load_chosen_rows(ptr, first, chosen, end, stride_t, D, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(BLOCK_T, BLOCK_D) as load_rows; 0 in rows that are not ``chosen`` (BLOCK_T,) bool."""
+    offs_t = tl.arange(0, BLOCK_T)
+    offs_d = tl.arange(0, BLOCK_D)
+    rows = chosen & (offs_t < near(end - first, 4096))
+    mask = rows[:, None] & inside(offs_d, D, True)[None, :]
     return tl.load(tile(ptr + first * stride_t, offs_t * stride_t, offs_d, True), mask=mask, other=0.0)
 
 
@@ -148,53 +184,60 @@ def store_rows(
 
 
 @triton.jit
-def pair_tile(ptr, m0, n0, stride_t, stride_d, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
+def pair_tile(
+    ptr, m0, n0, stride_t, stride_d,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
     """Pointers to a tile of something per pair; ALIGNED promises unit stride along the keys, and rows that start at
     multiples of 16 bytes.
     """
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
+    rows = rows_of(BLOCK_M, TRANSPOSED) * stride_t
     if ALIGNED:
-        return tile(ptr + m0 * stride_t + n0, offs_m * stride_t, offs_n, True)
-    return ptr + m0 * stride_t + n0 * stride_d + (offs_m * stride_t)[:, None] + (offs_n * stride_d)[None, :]
+        ptrs = ptr + m0 * stride_t + n0 + rows + columns_of(BLOCK_N, TRANSPOSED)
+        return tl.multiple_of(ptrs, (16, 1) if TRANSPOSED else (1, 16))
+    return ptr + m0 * stride_t + n0 * stride_d + rows + columns_of(BLOCK_N, TRANSPOSED) * stride_d
 
 
 @triton.jit
-def pair_mask(m0, n0, tq, tk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
-    """(BLOCK_M, BLOCK_N) bool: which pairs of a tile exist; ALIGNED promises that there are 8 keys or none in a row."""
-    rows = tl.arange(0, BLOCK_M) < near(tq - m0, 4096)
-    return rows[:, None] & inside(tl.arange(0, BLOCK_N), near(tk - n0, 4096), ALIGNED)[None, :]
+def pair_mask(
+    m0, n0, tq, tk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Which pairs of a tile exist; ALIGNED promises that there are 8 keys or none in a row."""
+    columns = inside(columns_of(BLOCK_N, TRANSPOSED), near(tk - n0, 4096), ALIGNED)
+    return (rows_of(BLOCK_M, TRANSPOSED) < near(tq - m0, 4096)) & columns
 
 
 @triton.jit
 def load_pairs(
     ptr, m0, n0, tq, tk, stride_t, stride_d, other,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) of one head's bias or keep matrix; ``other``, what hides, where there is no pair."""
-    mask = pair_mask(m0, n0, tq, tk, BLOCK_M, BLOCK_N, ALIGNED)
-    return tl.load(pair_tile(ptr, m0, n0, stride_t, stride_d, BLOCK_M, BLOCK_N, ALIGNED), mask=mask, other=other)
+    """A tile of one head's bias or keep matrix; ``other``, what hides, where there is no pair."""
+    mask = pair_mask(m0, n0, tq, tk, BLOCK_M, BLOCK_N, ALIGNED, TRANSPOSED)
+    ptrs = pair_tile(ptr, m0, n0, stride_t, stride_d, BLOCK_M, BLOCK_N, ALIGNED, TRANSPOSED)
+    return tl.load(ptrs, mask=mask, other=other)
 
 
 @triton.jit
 def score_tile(
     dots, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
     keep_stride_d, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS_ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A.1 of a tile, (BLOCK_M, BLOCK_N) float32: q k^T itself, or scale q k^T + bias; -inf where a pair is hidden."""
+    """A.1 of a tile, float32: q k^T itself, or scale q k^T + bias; -inf where a pair is hidden."""
     x = dots
     if bias_ptr is not None:
         bias = load_pairs(
-            bias_ptr, m0, n0, tq, tk, bias_stride_t, bias_stride_d, float("-inf"), BLOCK_M, BLOCK_N, PAIRS_ALIGNED
+            bias_ptr, m0, n0, tq, tk, bias_stride_t, bias_stride_d, float("-inf"), BLOCK_M, BLOCK_N, PAIRS_ALIGNED,
+            TRANSPOSED,
         ).to(tl.float32)  # fmt: skip
         # a finite bias is added in float32 units of the scores; log2(e) waits until the maximum is subtracted
-        x = tl.where(bias == float("-inf"), float("-inf"), tl.fma(x, tl.zeros_like(x) + scale, bias))
+        x = tl.where(bias == float("-inf"), float("-inf"), tl.fma(x, scale, bias))
     if MASKED:
-        shown = visible_tile(m0, n0, live, low, high, BLOCK_M, BLOCK_N)
+        shown = visible_tile(m0, n0, live, low, high, BLOCK_M, BLOCK_N, TRANSPOSED)
         if keep_ptr is not None:
             keep = load_pairs(
-                keep_ptr, m0, n0, tq, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED
+                keep_ptr, m0, n0, tq, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, TRANSPOSED
             )
             shown = shown & (keep != 0)
         x = tl.where(shown, x, float("-inf"))  # chosen, not multiplied: NaN in hidden keys ends here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,38 @@ FAR = 1 << 40  # a limit that no pair of positions reaches
 LOG2_E = 1.4426950408889634
 NOTHING = 2.0**-120  # a scale that leaves no score in float32
 INDICES = (torch.int32, torch.int64)
+OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel is launched.
+
+    Attributes:
+        block_m: queries in a tile.
+        block_n: keys in a tile.
+        block_d: head dimensions held, a power of two of at least 16.
+        chunk: head dimensions that a product of queries and keys takes at once, or 0: all.
+        num_warps: warps of one program.
+        num_stages: how many of the tiles that pass are on their way at once.
+        max_registers: what a thread may take; None leaves it to the compiler, which spills to keep programs together.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    chunk: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What every kernel over pairs of tiles is launched with; sums and products are not fused."""
+        return {
+            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_D": self.block_d, "CHUNK": self.chunk,
+            "STAGES": self.num_stages, "num_warps": self.num_warps, "maxnreg": self.max_registers,
+            "enable_fp_fusion": False,
+        }  # fmt: skip
 
 
 class Call:
@@ -124,8 +157,11 @@ class Call:
 
     def statistics(self) -> Tensor:
         """An empty float32 number per row, laid out as lse."""
-        shape = (self.heads, self.query.shape[0]) if self.packed else self.query.shape[:3]
-        return torch.empty(shape, dtype=torch.float32, device=self.query.device)
+        return torch.empty(self.statistics_shape(), dtype=torch.float32, device=self.query.device)
+
+    def statistics_shape(self) -> tuple[int, ...]:
+        """(B, Hq, Tq), or (Hq, total_q)."""
+        return (self.heads, self.query.shape[0]) if self.packed else tuple(self.query.shape[:3])
 
     def strides(self, name: str, t: Tensor) -> dict[str, int]:
         """Strides of (B, H, T, D) or (total, H, D) as a kernel takes them; those along D are 1."""
@@ -148,6 +184,7 @@ class Call:
         row_step = self.queries
         statistics = (0, self.query.shape[0]) if self.packed else (self.heads * self.queries, self.queries)
         names = "low", "high", "end_low", "end_high"
+        precision = _launch.float32_products() if q.dtype == torch.float32 else "ieee"
         return {
             "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": self.bias, "keep_ptr": self.keep,
             "lengths_ptr": self.lengths, "cu_q_ptr": _index(self.ends[0]), "cu_k_ptr": _index(self.ends[1]),
@@ -157,8 +194,14 @@ class Call:
             "lse_stride_b": statistics[0], "lse_stride_h": statistics[1], **pair_strides("bias", self.bias),
             **pair_strides("keep", self.keep), **dict(zip(names, self.window, strict=True)), **self.units(),
             "keep_scale": self.keep_scale, "last_dropped": self.last_dropped,
-            "PAIRS_ALIGNED": self.pairs_aligned, "PRECISION": _launch.float32_products() if q.dtype == torch.float32 else "ieee",
+            "PAIRS_ALIGNED": self.pairs_aligned, "PRECISION": precision,
         }  # fmt: skip
+
+    def launch(self, kernel: Any, programs: int, config: Config, **more: Any) -> None:
+        """Launches a kernel with what it takes of the call's, the launch's and these arguments."""
+        given = {**self.arguments(), **config.arguments(), **more}
+        options = {name: given[name] for name in OPTIONS}
+        kernel[(programs,)](**{name: given[name] for name in kernel.arg_names}, **options)
 
     def keep_tiles(self, block_m: int, block_n: int, of_keys: bool) -> dict[str, Any]:
         """The lists of _attention_tiles.py as a kernel takes them; empty without a keep matrix."""
@@ -174,11 +217,12 @@ class Call:
         tiles = torch.empty(batch * heads * rows * width, dtype=torch.int32, device=device)
         if counts.numel():
             names = "low", "high", "end_low", "end_high"
+        precision = _launch.float32_products() if q.dtype == torch.float32 else "ieee"
             keep_tiles_kernel[(counts.numel(),)](
                 keep_ptr=self.keep, lengths_ptr=self.lengths, counts_ptr=counts, tiles_ptr=tiles, H=heads,
                 Tq=self.queries, Tk=self.keys, **pair_strides("keep", self.keep), list_width=width,
                 **dict(zip(names, self.window, strict=True)), BLOCK_M=block_m, BLOCK_N=block_n, OF_KEYS=of_keys,
-                PAIRS_ALIGNED=self.pairs_aligned, num_warps=4, enable_fp_fusion=False,
+                PAIRS_ALIGNED=self.pairs_aligned, num_warps=4, maxnreg=255, enable_fp_fusion=False,
             )  # fmt: skip
         return {
             "counts_ptr": counts, "tiles_ptr": tiles, "list_stride_b": heads * rows if batch > 1 else 0,

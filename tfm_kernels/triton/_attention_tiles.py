@@ -6,18 +6,12 @@ read of the matrix, which is shared by all heads and sequences that the matrix i
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from ._attention import band, keys_met, load_pairs, near, queries_met, sequence, start, tiles_met, visible_tile
-
-_RUNTIME = (
-    "keep_ptr", "lengths_ptr", "counts_ptr", "tiles_ptr", "H", "Tq", "Tk", "keep_stride_b", "keep_stride_h",
-    "keep_stride_t", "keep_stride_d", "list_width", "low", "high", "end_low", "end_high",
-)  # fmt: skip
+from ._attention import band, kernel, keys_met, load_pairs, near, queries_met, sequence, start, tiles_met, visible_tile
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@kernel
 def keep_tiles_kernel(
     keep_ptr, lengths_ptr, counts_ptr, tiles_ptr, H: tl.int32, Tq: tl.int32, Tk: tl.int32, keep_stride_b: tl.int64,
     keep_stride_h: tl.int64, keep_stride_t: tl.int64, keep_stride_d: tl.int64, list_width: tl.int64,
@@ -53,9 +47,9 @@ def keep_tiles_kernel(
             n0 = start(t, tk, BLOCK_N)
         rows_end = tl.where(keep_stride_t == 0, tl.minimum(m0 + 1, tq), tq)
         keep = load_pairs(
-            keep_ptr, m0, n0, rows_end, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED
+            keep_ptr, m0, n0, rows_end, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, False
         )
-        shown = visible_tile(m0, n0, live, low, high, BLOCK_M, BLOCK_N)
+        shown = visible_tile(m0, n0, live, low, high, BLOCK_M, BLOCK_N, False)
         # the one row that was read stands for all; what the band hides of it may be shown to others
         alike = tl.zeros((BLOCK_M, BLOCK_N), tl.int1) | (keep_stride_t == 0)
         alike = alike & (tl.arange(0, BLOCK_N) < near(live - n0, 4096))[None, :]

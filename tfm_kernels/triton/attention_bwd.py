@@ -1,10 +1,159 @@
-"""attention_bwd, Triton: not there yet; ops/attention.py does not let a call that needs gradients come here."""
+"""attention_bwd, Triton. Implements A.5 to A.10 of tfm_kernels/ops/attention.py.
+
+Owns:    three launches, four where a broadcast bias gets its gradient, each with results of its own: numbers per row
+         (_attention_bwd_rows.py), dk and dv by tiles of keys (_attention_bwd_keys.py), dq by tiles of queries
+         (_attention_bwd_queries.py), dbias (_attention_bwd_bias.py). No atomics: every sum has a fixed order.
+Method:  weights are recomputed from lse, twice: two products more than with atomic sums of dq. Results that are not
+         finite are computed once more with rows as 0 that count for nothing; see attention_fwd.
+Traffic: reads q, k, v, dout, lse and what hides, by tiles, out once; writes dq, dk, dv once, dbias once where it is
+         broadcast along nothing. Else dbias takes two more products and float32 sums: of the bias' size, times the
+         splits where tiles are few, and one row (column) of tiles where it is broadcast along queries (keys).
+Limits:  D, Dv <= 256; float16, bfloat16, float32 (IEEE unless TF32 is allowed). No float64.
+Config:  pick_config() below; not yet measured on a GPU.
+Source:  own work, after Dao 2023, arXiv:2307.08691, algorithm 2.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import triton
+from torch import Tensor
 
-def attention_bwd(*arguments: Any) -> Any:
-    """The operator attention_bwd_triton."""
-    raise NotImplementedError("attention_bwd_triton: has no kernel yet")
+from . import _launch
+from ._attention_bwd_bias import attention_bwd_bias_kernel
+from ._attention_bwd_keys import attention_bwd_keys_kernel
+from ._attention_bwd_queries import attention_bwd_queries_kernel
+from ._attention_bwd_rows import attention_bwd_rows_kernel
+from ._attention_bwd_tile import NUMBERS
+from ._attention_call import Call, Config, rows_aligned
+
+PARTS = (("both",), ("dk", "dv"))  # wide heads: dk and dv do not fit into the registers together
+KERNELS = ("rows", "keys", "queries", "bias")
+# Compilations of one of the kernels for one combination of storage types and of optional arguments, whatever the
+# shapes: five head widths, the widest in two parts; rows of results, of bias and of keep that are aligned or not; four
+# kinds of broadcast of a bias.
+MAX_COMPILATIONS = 40
+MOST_SPLITS = 64  # of a bias gradient's sums over sequences and heads
+
+
+def pick_config(kernel: str, dim: int, extras: str, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """The launch of one of KERNELS for heads of ``dim`` (the larger of D and Dv) on a GPU of this compute capability.
+
+    ``extras`` as in the forward. The tile that stays is the larger one; the wider the heads, the fewer rows pass at
+    once, since dk and dv (dq) stay in registers. float32 multiplies without matrix units, 16 rows at once.
+    """
+    block_d = max(16, triton.next_power_of_2(dim))
+    if dtype == torch.float32:
+        stays = 32 if block_d <= 128 else 16
+        block_m, block_n = (16, stays) if kernel == "keys" else (stays, 16)
+        return Config(block_m, block_n, block_d, 16, 4 if block_d <= 64 else 8, num_stages=1, max_registers=255)
+    if kernel == "rows":
+        return Config(64, 32, block_d, 0, 4 if block_d <= 64 else 8, num_stages=1)
+    narrow, wide = block_d <= 64, block_d == 256
+    if kernel == "bias":
+        return Config(64, 16 if wide else 32, block_d, 0, 4 if narrow else 8, num_stages=1)
+    if kernel == "keys":
+        few = wide or extras == "unaligned" or (extras == "aligned" and not narrow) or capability[0] != 9
+        passes = 16 if few else 32
+        stages = 1 if capability[0] >= 10 and block_d >= 128 else 2  # asked for ahead they spill there
+        return Config(passes, 128 if narrow else 64, block_d, 0, num_warps=8, num_stages=stages)
+    if extras == "none":
+        stays, passes = (64, 32) if wide else (128, 64 if narrow else 32)
+    else:
+        stays, passes = (128, 32) if narrow else (64, 16)
+    return Config(stays, passes, block_d, 0, num_warps=8, num_stages=2)
+
+
+def attention_bwd(
+    dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    bias: Tensor | None, keep: Tensor | None, key_lengths: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, window: list[int], scale: float,
+    dropout_p: float, seed: Tensor | None, deterministic: bool, need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The operator attention_bwd_triton; its contract is tfm_kernels/ops/attention.py's."""
+    op = "attention_bwd_triton"
+    call = Call(
+        op, query, key, value, bias, keep, key_lengths, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window,
+        scale, dropout_p, seed,
+    )  # fmt: skip
+    if need_dbias and bias is None:
+        raise ValueError(f"{op}: need_dbias needs a bias, got None")
+    single, numbers = (*query.shape[:-1], value.shape[-1]), call.statistics_shape()
+    _launch.check(
+        op, query, dout=(dout, single, (query.dtype,)), out=(out, single, (query.dtype,)),
+        lse=(lse, numbers, (torch.float32,)), dlse=(dlse, numbers, (torch.float32,)),
+    )  # fmt: skip
+    dq, dk, dv = call.like(query, call.dim), call.like(key, call.dim), call.like(value, call.value_dim)
+    like = bias if bias is not None and need_dbias else query.new_empty(0)
+    dbias = torch.zeros(like.shape, dtype=like.dtype, device=query.device)
+    if out.numel() == 0 or key.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_(), dbias
+    full = (call.batch, call.heads, call.queries, call.keys)
+    own_dbias = need_dbias and tuple(dbias.shape) == full
+
+    capability, width, extras = _launch.capability(query), max(call.dim, call.value_dim), call.extras()
+    configs = {name: pick_config(name, width, extras, query.dtype, capability) for name in KERNELS}
+    readable = call.readable(dout)
+    statistics = torch.empty((*numbers, NUMBERS), dtype=torch.float32, device=query.device)
+    shared: dict[str, Any] = {"statistics_ptr": statistics, "dout_ptr": readable, **call.strides("dout", readable)}
+    with _launch.on(query):
+        saved = call.readable(out)
+        config = configs["rows"]
+        call.launch(
+            attention_bwd_rows_kernel, triton.cdiv(call.queries, config.block_m) * call.heads * call.batch, config,
+            out_ptr=saved, lse_ptr=lse.contiguous(), dlse_ptr=None if dlse is None else dlse.contiguous(), **shared,
+            **call.strides("out", saved),
+        )  # fmt: skip
+        config = configs["keys"]
+        lists = call.keep_tiles(config.block_m, config.block_n, of_keys=True)
+        for part in PARTS[config.block_d == 256]:
+            call.launch(
+                attention_bwd_keys_kernel, triton.cdiv(call.keys, config.block_n) * call.kv_heads * call.batch, config,
+                **shared, **lists, dk_ptr=dk, dv_ptr=dv, **call.strides("dk", dk), **call.strides("dv", dv),
+                DK_D=call.dim, DV_D=call.value_dim, OUT_ALIGNED=rows_aligned(dk, dv), PART=part,
+                scale=scale if bias is not None else abs(scale),
+            )  # fmt: skip
+        config = configs["queries"]
+        strides = {f"dbias_stride_{axis}": dbias.stride(i) if own_dbias else 0 for i, axis in enumerate("bht")}
+        call.launch(
+            attention_bwd_queries_kernel, triton.cdiv(call.queries, config.block_m) * call.heads * call.batch, config,
+            **shared, **call.keep_tiles(config.block_m, config.block_n, of_keys=False), dq_ptr=dq,
+            dbias_ptr=dbias if own_dbias else None, **strides, **call.strides("dq", dq), DQ_D=call.dim,
+            OUT_ALIGNED=rows_aligned(dq),
+        )  # fmt: skip
+        if need_dbias and not own_dbias:
+            dbias = _broadcast_dbias(call, configs["bias"], dbias, shared, capability)
+    return dq, dk, dv, dbias
+
+
+def splits_of(programs: int, sharing: int, multiprocessors: int) -> int:
+    """In how many parts the sequences and heads that share a matrix are summed: enough for two programs each."""
+    return max(1, min(sharing, MOST_SPLITS, triton.cdiv(2 * multiprocessors, programs)))
+
+
+def _broadcast_dbias(
+    call: Call, config: Config, dbias: Tensor, shared: dict[str, Any], capability: tuple[int, int]
+) -> Tensor:
+    """A.10 of a bias that is broadcast along some axis."""
+    own_b, own_h, own_q, own_k = dbias.shape
+    sharing_b, sharing_h = call.batch // own_b, call.heads // own_h
+    across, along = triton.cdiv(call.queries, config.block_m), triton.cdiv(call.keys, config.block_n)
+    programs = own_b * own_h * across * along
+    multiprocessors = _launch.MULTIPROCESSORS.get(capability[0], 132)
+    splits = splits_of(programs, sharing_b * sharing_h, multiprocessors)
+    per_row, per_column = own_q == call.queries, own_k == call.keys
+    rows, columns = own_q if per_row else across, own_k if per_column else along
+    sums = torch.empty((splits, own_b, own_h, rows, columns), dtype=torch.float32, device=dbias.device)
+    call.launch(
+        attention_bwd_bias_kernel, programs * splits, config, **shared, sums_ptr=sums, B=call.batch,
+        SHARING_B=sharing_b, SHARING_H=sharing_h, SPLITS=splits, ROWS=rows, COLUMNS=columns, PER_ROW=per_row,
+        PER_COLUMN=per_column,
+    )  # fmt: skip
+    total = sums[0] if splits == 1 else sums.sum(0)
+    if not per_row:
+        total = total.sum(2, keepdim=True)
+    if not per_column:
+        total = total.sum(3, keepdim=True)
+    return total.to(dbias.dtype)

@@ -14,19 +14,18 @@ Source:  own work, after Dao 2023, arXiv:2307.08691, algorithm 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _attention_call, _launch
+from . import _launch
 from ._attention import (
     band,
     dots,
     is_finite,
     kept_tile,
+    kernel,
     keys_met,
     load_rows,
     score_tile,
@@ -35,67 +34,32 @@ from ._attention import (
     store_rows,
     tiles_met,
 )
+from ._attention_call import Call, Config, rows_aligned
 
 # Compilations for one combination of storage types and of optional arguments, whatever the shapes: five head widths,
 # two tiles each, rows that start at multiples of 16 bytes or not, and so for bias and keep.
 MAX_COMPILATIONS = 40
 
 
-@dataclass(frozen=True)
-class Config:
-    """How a call is launched.
-
-    Attributes:
-        block_m: queries of one program.
-        block_n: keys that it meets at once.
-        block_d: head dimensions held, a power of two of at least 16.
-        chunk: head dimensions that a product of queries and keys takes at once, or 0: all.
-        num_warps: warps of one program.
-        num_stages: how many tiles of keys and values are on their way at once.
-        max_registers: what a thread may take; None leaves it to the compiler, which spills to keep programs together.
-    """
-
-    block_m: int
-    block_n: int
-    block_d: int
-    chunk: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-
-
 def pick_config(dim: int, queries: int, extras: str, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """The launch for heads of ``dim`` (the larger of D and Dv) on a GPU of this compute capability.
 
-    16 bits: 128 queries on 8 warps, two warpgroups of 64 rows on sm_90; up to D = 64 so few registers that two programs
-    fit on a multiprocessor, and one computes weights while the other multiplies. ``extras`` take registers, and so
-    fewer keys at once: "none", "aligned" (dropout, bias or keep) or "unaligned" (bias or keep read one by one). Few
-    queries: 64. float32 multiplies without matrix units; its tiles are what registers and code size allow.
+    16 bits: 128 queries on 8 warps, two warpgroups of 64 rows on sm_90; few queries: 64. ``extras`` take registers, and
+    so smaller tiles: "none", "aligned" (dropout, bias or keep) or "unaligned" (bias or keep read one by one). No launch
+    spills (tests/aot/attention.json). float32 multiplies without matrix units: tiles of what a thread can hold.
     """
     block_d = max(16, triton.next_power_of_2(dim))
-    wide, few, old = block_d >= 128, queries <= 64, capability[0] == 8
+    few, old = queries <= 64, capability[0] == 8
     if dtype == torch.float32:
-        block_m, num_warps = 64 if block_d < 256 else 32, 8 if wide else 4
+        block_m, num_warps = 64 if block_d < 256 else 32, 8 if block_d >= 128 else 4
         return Config(block_m, 16, block_d, 16, num_warps, num_stages=1, max_registers=255)
-    if (wide and extras == "unaligned") or (block_d == 256 and (few or old or extras != "none")):
-        return Config(64, 32, block_d, 0, num_warps=8, num_stages=2)
+    if block_d == 256 or extras == "unaligned" or (extras != "none" and block_d == 128 and old):
+        return Config(64, 16 if block_d == 256 and extras == "unaligned" else 32, block_d, 0, 8, num_stages=2)
     if few:
         return Config(64, 64 if extras == "none" else 32, block_d, 0, num_warps=4, num_stages=2)
-    if wide:
-        block_n = 32 if extras != "none" else 128 if block_d == 128 and not old else 64
-        return Config(128, block_n, block_d, 0, num_warps=8, num_stages=2)
-    return Config(128, 32 if extras == "unaligned" else 64, block_d, 0, num_warps=8, num_stages=3)
-
-
-_RUNTIME = (
-    "q_ptr", "k_ptr", "v_ptr", "bias_ptr", "keep_ptr", "counts_ptr", "tiles_ptr", "lengths_ptr", "cu_q_ptr", "cu_k_ptr",
-    "seed_ptr", "out_ptr", "lse_ptr", "H", "G", "Tq", "Tk", "total_q", "total_k", "row_step", "D", "DV", "OUT_D",
-    "q_stride_b", "q_stride_h", "q_stride_t", "k_stride_b", "k_stride_h", "k_stride_t", "v_stride_b", "v_stride_h",
-    "v_stride_t", "out_stride_b", "out_stride_h", "out_stride_t", "lse_stride_b", "lse_stride_h", "bias_stride_b",
-    "bias_stride_h", "bias_stride_t", "bias_stride_d", "keep_stride_b", "keep_stride_h", "keep_stride_t",
-    "keep_stride_d", "list_stride_b", "list_stride_h", "list_width", "low", "high", "end_low", "end_high",
-    "scale", "step", "unit", "keep_scale", "last_dropped",
-)  # fmt: skip
+    if block_d == 128:
+        return Config(128, 64 if extras == "none" else 32, block_d, 0, num_warps=8, num_stages=2)
+    return Config(128, 32 if extras != "none" and old else 64, block_d, 0, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -114,6 +78,7 @@ def meet(
     x = score_tile(
         x, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
         keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED,
+        False,
     )  # fmt: skip
     most = tl.maximum(tops, tl.max(x, 1))
     shift = most
@@ -175,7 +140,7 @@ def attend(
     return acc, sums, tops
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@kernel
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, lengths_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, out_ptr,
     lse_ptr, H: tl.int32, G: tl.int32, Tq: tl.int32, Tk: tl.int32, total_q: tl.int64, total_k: tl.int64,
@@ -246,7 +211,7 @@ def attention_fwd(
     scale: float, dropout_p: float, seed: Tensor | None, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The operator attention_fwd_triton; its contract is tfm_kernels/ops/attention.py's."""
-    call = _attention_call.Call(
+    call = Call(
         "attention_fwd_triton", query, key, value, bias, keep, key_lengths, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, window, scale, dropout_p, seed,
     )  # fmt: skip
@@ -257,11 +222,8 @@ def attention_fwd(
     config = pick_config(width, call.queries, extras, query.dtype, _launch.capability(query))
     programs = triton.cdiv(call.queries, config.block_m) * call.heads * call.batch
     with _launch.on(query):
-        lists = call.keep_tiles(config.block_m, config.block_n, of_keys=False)
-        attention_fwd_kernel[(programs,)](
-            **call.arguments(), **lists, out_ptr=out, lse_ptr=lse, **call.strides("out", out), OUT_D=call.value_dim,
-            OUT_ALIGNED=_attention_call.rows_aligned(out), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            BLOCK_D=config.block_d, CHUNK=config.chunk, STAGES=config.num_stages, num_warps=config.num_warps,
-            maxnreg=config.max_registers, enable_fp_fusion=False,
+        call.launch(
+            attention_fwd_kernel, programs, config, **call.keep_tiles(config.block_m, config.block_n, of_keys=False),
+            out_ptr=out, lse_ptr=lse, **call.strides("out", out), OUT_D=call.value_dim, OUT_ALIGNED=rows_aligned(out),
         )  # fmt: skip
     return out, lse

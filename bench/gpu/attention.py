@@ -1,0 +1,156 @@
+"""Attention's Triton kernels on a GPU: every launch, every branch, more than 2**31 elements, what they should take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.ops import bench_attention
+from bench.shapes import Attention
+from bench.subject import BACKWARD, FORWARD, Eager, Group
+from tests.cases import CASES, Case
+from tfm_kernels import Mask, dropout, ops
+from tfm_kernels.testing import run
+from tfm_kernels.testing.contract import bits_equal
+
+from .subject import GpuSubject, Inputs
+
+OPS = ("attention", "attention_varlen")
+SEED = 2**40 + 20261121
+# Said before any measurement: shares of the library's own matrix rate by head width, and seconds for each launch
+SHARE = {FORWARD: {64: 0.5, 128: 0.65}, BACKWARD: {64: 0.3, 128: 0.35}}
+LAUNCH = 2.5e-6
+
+
+def cases() -> Sequence[Case]:
+    """Every launch of pick_config first, then the list's pairs."""
+    return [*_launches(), *(case for case in CASES if case.op in OPS and case.levels["dtype"] != "f64")]
+
+
+def _launches() -> list[Case]:
+    found: list[Case] = []
+    for d in (16, 32, 64, 96, 128, 200, 256):
+        for dtype in ("bf16", "f32", "f16"):
+            for queries in (50, 300):
+                for bias, keep, p in (("none", "none", 0.0), ("1hqk", "b1qk", 0.1)):
+                    levels = {
+                        "dtype": dtype, "data": "randn", "layout": "token_major", "lengths_qk": (queries, 333),
+                        "heads": (2, 4, 2), "d": d, "dv": "same", "band": "causal_br", "key_lengths": "ragged",
+                        "keep": keep, "bias": bias, "bias_dtype": "same", "dropout_p": p, "scale": None,
+                        "return_lse": True,
+                    }  # fmt: skip
+                    found.append(Case("attention", levels))
+    return found
+
+
+def masks_are_the_references(keys: int, p: float, device: str) -> None:
+    """Forward and backward drop exactly the weights that the rule drops on the CPU."""
+    batch, heads, queries = 2, 3, 200
+    keep = dropout.keep_mask(torch.tensor(SEED), p, dropout.attention_rows(batch, heads, queries, "cpu"), keys)
+    q, k = torch.zeros(batch, heads, queries, 16, device=device), torch.zeros(batch, heads, keys, 16, device=device)
+    options: dict[str, Any] = {"dropout_p": p, "seed": torch.tensor(SEED, device=device), "backend": "triton"}
+    v = torch.eye(keys, device=device).expand(batch, heads, keys, keys).clone().requires_grad_()
+    out = ops.attention(q, k, v, **options)
+    assert torch.equal((out != 0).cpu(), keep), f"forward mask of {keys} keys, p = {p}"
+    (dv,) = torch.autograd.grad(out, v, torch.eye(queries, keys, device=device).expand(batch, heads, queries, keys))
+    rows = min(queries, keys)
+    assert torch.equal((dv.transpose(-1, -2)[:, :, :rows] != 0).cpu(), keep[:, :, :rows]), (
+        f"backward mask of {keys} keys, p = {p}"
+    )
+
+
+def branches(device: str) -> Mapping[str, tuple[str, Inputs]]:
+    """Heads narrow, wide, not aligned; plain calls, and calls with all that there is."""
+    found: dict[str, tuple[str, Inputs]] = {}
+    for d in (31, 64, 128, 256):
+        for dtype in (torch.bfloat16, torch.float32):
+            g = torch.Generator().manual_seed(d)
+            new = lambda *shape, g=g, dtype=dtype: torch.randn(*shape, generator=g).to(device, dtype)  # noqa: E731
+            plain = {"query": new(2, 4, 150, d), "key": new(2, 2, 170, d), "value": new(2, 2, 170, d)}
+            keep = (torch.rand(2, 1, 150, 170, generator=g) < 0.8).to(device)
+            mask = Mask.causal("bottom_right") & Mask.lengths(torch.tensor([170, 33]).to(device)) & Mask.keep(keep)
+            full: dict[str, Any] = {**plain, "mask": mask, "bias": new(1, 4, 150, 170), "dropout_p": 0.3}
+            full["seed"] = torch.tensor(SEED, device=device)
+            label = f"D{d} {str(dtype).removeprefix('torch.')}"
+            found[f"attention {label}"] = ("attention", plain)
+            found[f"attention with everything {label}"] = ("attention", full)
+    return found
+
+
+def beyond_int32(device: str) -> None:
+    """The last sequence of a call of more than 2**31 elements is that of a call of its own, bit for bit."""
+    batch, heads, length, d = 2**31 // (16 * 1024 * 128) + 2, 16, 1024, 128
+    q, k, v, dout = (
+        torch.empty(batch, heads, length, d, dtype=torch.float16, device=device).normal_() for _ in range(4)
+    )
+    whole = run("attention", {"query": q, "key": k, "value": v}, "triton", douts={"out": dout})
+    alone = run("attention", {"query": q[-1:], "key": k[-1:], "value": v[-1:]}, "triton", douts={"out": dout[-1:]})
+    assert bits_equal(alone.outputs["out"], whole.outputs["out"][-1:]), "out of the last sequence"
+    for name, dt in alone.grads.items():
+        of_whole = whole.grads[name]
+        assert dt is not None and of_whole is not None and bits_equal(dt, of_whole[-1:]), f"d{name}, last sequence"
+
+
+def _speed() -> tuple[Attention, ...]:
+    def a(queries: int, dim: int, **options: Any) -> Attention:
+        tokens, width = 16384, 2048
+        given = {"batch": tokens // queries, "heads": width // dim, "dtypes": ("bfloat16",), **options}
+        return Attention(queries=queries, dim=dim, **given)
+
+    return (
+        a(512, 64, headline=True, compiled=True),
+        a(4096, 64),
+        a(2048, 128, headline=True, compiled=True),
+        a(8192, 128, causal=True, headline=True),
+        a(2048, 64, causal=True),
+        a(512, 64, padded=True, headline=True),
+        a(1024, 64, bias=True, headline=True),
+        a(1024, 64, dropout_p=0.1, headline=True),
+        a(1024, 128, key_heads=4, causal=True),
+        a(512, 64, packed=True, op="attention_varlen"),
+        a(1024, 64, dtypes=("float32",), batch=2),
+    )
+
+
+def _arguments(case: Attention, dtype: str) -> dict[str, Any]:
+    """With a seed, so that the kernels are timed and not torch's generator."""
+    given = bench_attention.arguments(case, dtype)
+    return {**given, "seed": torch.tensor(SEED)} if case.dropout_p else given
+
+
+def _eager(case: Attention, given: Mapping[str, Any]) -> Eager:
+    return bench_attention.eager(case, {name: value for name, value in given.items() if name != "seed"})
+
+
+def predicted(group: Group, direction: str, limits: Mapping[str, Any]) -> float:
+    """Operations at the share of the matrix rate that is aimed at, or bytes at the copy's where they take longer."""
+    matrix = limits["matrix"]
+    rate, copy = matrix.get(group.dtype, max(matrix.values())), max(limits["copy"].values())
+    itemsize = getattr(torch, group.dtype).itemsize
+    seconds = 0.0
+    for one, launches in ((FORWARD, 1), (BACKWARD, 3)):
+        if direction in (one, "both"):
+            share = SHARE[one][64 if group.case.dim <= 64 else 128]
+            work = group.subject.flops(group.case, one) / (share * rate)
+            seconds += launches * LAUNCH + max(work, group.subject.bytes_moved(group.case, itemsize, one) / copy)
+    return seconds
+
+
+TRITON = GpuSubject(
+    stem="attention",
+    backend="triton",
+    cases=cases,
+    checks={
+        f"attention masks of {keys} keys, p = {p}": partial(masks_are_the_references, keys, p)
+        for keys in (7, 64, 200)
+        for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+    },
+    branches=branches,
+    large={"attention beyond 2**31": beyond_int32},
+    speed=replace(bench_attention.SUBJECT, cases=_speed(), arguments=_arguments, eager=_eager),
+    predicted=predicted,
+)
