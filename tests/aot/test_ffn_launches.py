@@ -10,8 +10,6 @@ from bench.gpu.ffn import TRITON
 from tfm_kernels.triton import _gemm, _launch, _sums, ffn_bwd, ffn_fwd
 from tfm_kernels.triton._gemm import Config
 
-from .test_layer_norm_launches import compilations  # noqa: F401 (a fixture)
-
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 KINDS = ("half", "ieee", "tf32")
 
@@ -126,7 +124,7 @@ def random_matrix(rng, rows, columns, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
-def test_compilations_are_bounded(dtype, gated, compilations, monkeypatch):  # noqa: F811
+def test_compilations_are_bounded(dtype, gated, compilations, monkeypatch):
     """1,000 random calls of one kind are bound as Triton binds them, through the launchers."""
     monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: 4})  # every launch of pick_config at sizes that cost nothing
     rng, seed = random.Random(1), torch.tensor(5)

@@ -217,7 +217,6 @@ class Call:
         tiles = torch.empty(batch * heads * rows * width, dtype=torch.int32, device=device)
         if counts.numel():
             names = "low", "high", "end_low", "end_high"
-        precision = _launch.float32_products() if q.dtype == torch.float32 else "ieee"
             keep_tiles_kernel[(counts.numel(),)](
                 keep_ptr=self.keep, lengths_ptr=self.lengths, counts_ptr=counts, tiles_ptr=tiles, H=heads,
                 Tq=self.queries, Tk=self.keys, **pair_strides("keep", self.keep), list_width=width,
