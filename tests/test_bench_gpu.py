@@ -157,7 +157,7 @@ def test_fresh_and_part(tmp_path):
     "words, sentence",
     [
         (["--part", "tuning"], "--part must be one of environment, build, contract"),
-        (["--op", "conv"], "--op must be one of attention, layer_norm"),
+        (["--op", "conv"], "--op must be one of layer_norm, attention, ffn"),
         (["--minutes", "0"], "--minutes must lie above 0 and up to 60, got 0"),
         (["--report", "/nonexistent"], "--report must name a folder that holds results, got /nonexistent"),
     ],

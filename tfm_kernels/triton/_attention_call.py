@@ -67,7 +67,8 @@ class Call:
         key_lengths: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
         max_seqlen_k: int, window: list[int], scale: float, dropout_p: float, seed: Tensor | None,
     ) -> None:  # fmt: skip
-        self.op, self.query, self.scale = op, query, scale
+        self.op, self.query = op, query
+        self.scale = scale if abs(scale) > NOTHING else 0.0
         self.packed = cu_seqlens_q is not None
         _launch.check_device(op, query)
         self._check_shapes(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -77,8 +78,8 @@ class Call:
         self.keep_scale, self.last_dropped = _launch.check_dropout(op, dropout_p, seed)
         if dropout_p > 0.0:
             _launch.check(op, query, seed=(seed, (), (torch.int64,)))
-        if bias is None and scale <= NOTHING:  # so that the largest dot product is the largest score
-            query = -query if scale < -NOTHING else query * 0
+        if bias is None and self.scale <= 0.0:  # so that the largest dot product is the largest score
+            query = -query if self.scale < 0.0 else query * 0
         self.tensors = tuple(self.readable(t) for t in (query, key, value))
         self.bias = None if bias is None else bias.detach()
         self.keep = None if keep is None else keep.view(torch.uint8)
@@ -175,7 +176,7 @@ class Call:
         """
         if self.bias is not None:
             return {"scale": self.scale, "step": LOG2_E, "unit": 1.0}
-        size = abs(self.scale) if abs(self.scale) > NOTHING else 1.0
+        size = abs(self.scale) or 1.0
         return {"scale": self.scale, "step": size * LOG2_E, "unit": size}
 
     def arguments(self) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def attention_bwd(
                 attention_bwd_keys_kernel, triton.cdiv(call.keys, config.block_n) * call.kv_heads * call.batch, config,
                 **shared, **lists, dk_ptr=dk, dv_ptr=dv, **call.strides("dk", dk), **call.strides("dv", dv),
                 DK_D=call.dim, DV_D=call.value_dim, OUT_ALIGNED=rows_aligned(dk, dv), PART=part,
-                scale=scale if bias is not None else abs(scale),
+                scale=call.scale if bias is not None else abs(call.scale),
             )  # fmt: skip
         config = configs["queries"]
         strides = {f"dbias_stride_{axis}": dbias.stride(i) if own_dbias else 0 for i, axis in enumerate("bht")}
