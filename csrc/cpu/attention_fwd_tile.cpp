@@ -11,6 +11,7 @@
 // Source:  own work, after Dao 2023, arXiv:2307.08691, algorithm 1.
 #include "attention_fwd.h"
 #include "attention_one_query.h"
+#include "attention_panels.h"
 #include "softmax.h"
 #include "transpose.h"
 
@@ -85,29 +86,8 @@ class Worker {
     for (int64_t e = 0; e < a.dv; e += kPanel) {
       AttentionView part = a.v;
       part.data = static_cast<const T*>(a.v.data) + e * a.v.stride_d;
-      take_values(part, kv, std::min(kPanel, a.dv - e), std::min(kPanel, dv_pad - e),
-                  mem.v_panels + e * padded);
-    }
-  }
-
-  // A panel (columns, ld) of values that are `width` wide.
-  void take_values(const AttentionView& part, int64_t kv, int64_t width, int64_t ld, O* panel) {
-    const int64_t filled = round_up(columns.count, 16);
-    if constexpr (std::is_same_v<O, C>) {
-      load_columns<T>(part, s, kv, columns, 0, columns.count, width, panel, ld);
-      for (int64_t c = 0; c < columns.count && width < ld; ++c)
-        std::fill(panel + c * ld + width, panel + (c + 1) * ld, O(0));
-      std::fill(panel + columns.count * ld, panel + filled * ld, O(0));
-    } else {
-      alignas(64) O rows[kPanel * kPanel];
-      std::fill_n(rows, kPanel * kPanel, O(0));
-      for (int64_t c = 0; c < filled; c += kPanel) {
-        const int64_t n = std::min(kPanel, columns.count - c), m = std::min(kPanel, filled - c);
-        load_columns<T>(part, s, kv, columns, c, n, width, rows, ld);
-        std::fill(rows + n * ld, rows + m * ld, O(0));
-        for (int64_t i = 0; i < m; i += 2)
-          pair_rows(rows + i * ld, rows + (i + 1) * ld, ld, panel + (c + i) * ld);
-      }
+      pack_values<T>(part, s, kv, columns, std::min(kPanel, a.dv - e), std::min(kPanel, dv_pad - e),
+                     mem.v_panels + e * padded);
     }
   }
 

@@ -190,13 +190,16 @@ def test_nothing_in_nothing_out(shape):
 def test_dropout_masks_are_those_of_the_other_backends(keys, p):
     """Queries of 0 and values of unit vectors: the output is the weight matrix; the gradient of the values its sum."""
     batch, heads, queries = 2, 2, 66
-    q, k = torch.zeros(batch, heads, queries, 8), torch.zeros(batch, heads, keys, 8)
+    narrow = {"dtype": torch.bfloat16}  # its tiles are larger, and so fewer
+    q, k = torch.zeros(batch, heads, queries, 8, **narrow), torch.zeros(batch, heads, keys, 8, **narrow)
     keep = dropout.keep_mask(SEED, p, dropout.attention_rows(batch, heads, queries, "cpu"), keys)
     for backend in ("triton", "cpu", "reference"):
-        v = torch.eye(keys).expand(batch, heads, keys, keys).clone().requires_grad_()
+        v = torch.eye(keys, **narrow).expand(batch, heads, keys, keys).clone().requires_grad_()
         out = tfk.ops.attention(q, k, v, dropout_p=p, seed=SEED, backend=backend)
         assert torch.equal(out != 0, keep), backend
-        dout = torch.eye(queries, keys).expand(batch, heads, queries, keys)  # column i of dv is row i of the weights
+        dout = torch.eye(queries, keys, **narrow).expand(
+            batch, heads, queries, keys
+        )  # column i of dv is row i of the weights
         (dv,) = torch.autograd.grad(out, v, dout)
         rows = min(queries, keys)
         assert torch.equal(dv.transpose(-1, -2)[:, :, :rows] != 0, keep[:, :, :rows]), backend

@@ -25,9 +25,10 @@ def both(backend, tensors, bias, keep, lengths, ends, longest, window, p, seed, 
 
 
 def close(found, expected, dtype):
-    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 32 * torch.finfo(dtype).eps}
+    """To some roundings of the largest number: sums have other orders. What is right is judged in test_attention.py."""
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
+        size = max(1.0, float(b.abs().max())) if b.numel() else 1.0
+        torch.testing.assert_close(a, b, rtol=0, atol=64 * torch.finfo(dtype).eps * size)
 
 
 def between_fences(monkeypatch, call):

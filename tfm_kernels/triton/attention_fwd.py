@@ -55,8 +55,10 @@ def pick_config(dim: int, queries: int, extras: str, dtype: torch.dtype, capabil
         return Config(block_m, 16, block_d, 16, num_warps, num_stages=1, max_registers=255)
     if block_d == 256 or extras == "unaligned" or (extras != "none" and block_d == 128 and old):
         return Config(64, 16 if block_d == 256 and extras == "unaligned" else 32, block_d, 0, 8, num_stages=2)
+    if few and extras == "none":
+        return Config(64, 64, block_d, 0, num_warps=4, num_stages=2)
     if few:
-        return Config(64, 64 if extras == "none" else 32, block_d, 0, num_warps=4, num_stages=2)
+        return Config(64, 32, block_d, 0, num_warps=4, num_stages=2, max_registers=255)
     if block_d == 128:
         return Config(128, 64 if extras == "none" else 32, block_d, 0, num_warps=8, num_stages=2)
     return Config(128, 32 if extras != "none" and old else 64, block_d, 0, num_warps=8, num_stages=3)
