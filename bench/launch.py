@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 
-from tfm_kernels import _library, ops
+from tfm_kernels import Mask, _library, ops
 
 from . import record
 
@@ -54,10 +54,18 @@ def ffn() -> Any:
     return lambda: ops.ffn(x, w1, b1, w2, b2, **options)
 
 
+def attention() -> Any:
+    """2 heads, 64 queries and keys of 64 features, causal, with dropout."""
+    q, k, v = (torch.empty(1, 2, 64, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    options = {"dropout_p": 0.1, "seed": torch.tensor(1), "backend": "triton"}
+    return lambda: ops.attention(q, k, v, Mask.causal(), **options)
+
+
 # op -> function that builds the call
 CALL: dict[str, Callable[[], Callable[[], Any]]] = {
     "layer_norm": lambda: norm("layer_norm"),
     "add_rms_norm": lambda: norm("add_rms_norm"),
+    "attention": attention,
     "ffn": ffn,
 }
 

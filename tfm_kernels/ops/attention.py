@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import dropout
+from .. import _library, dropout
 from .._backend import Choices, Op, register, select
-from .._library import declare, differentiate, missing, signature, triton_interprets
+from .._library import declare, differentiate, missing, signature
 from ..aten import attention as aten
 from ..mask import Mask
 from ..reference import attention as reference
@@ -122,7 +122,7 @@ def _triton_cannot(call: AttentionCall) -> str | None:
     if longest >= 1 << 30:
         return f"needs sequences shorter than 2**30, got {longest}"
     device = call.query.device.type
-    if device != "cuda" and not (device == "cpu" and triton_interprets()):
+    if device != "cuda" and not (device == "cpu" and _library.triton_interprets()):
         return f"needs a CUDA tensor, got {call.query.device}"
     return missing("attention_fwd", "triton") or missing("attention_bwd", "triton")
 
