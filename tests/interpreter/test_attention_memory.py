@@ -6,7 +6,7 @@ import torch
 from tfm_kernels.ops.attention import _backward, _forward
 from tfm_kernels.triton import _attention_call
 
-from .fences import fenced, huge
+from ..fences import fenced, huge
 
 SEED = torch.tensor(77)
 FAR = 2**31 + 4096  # elements between two sequences

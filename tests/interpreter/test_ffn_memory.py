@@ -8,7 +8,7 @@ from triton.runtime import interpreter
 from tfm_kernels.ops.ffn import BWD, FWD
 from tfm_kernels.triton import _gemm, _sums, ffn_bwd, ffn_fwd
 
-from .fences import fenced, huge
+from ..fences import fenced, huge
 
 SEED = torch.tensor(77)
 FAR = 2**31 + 4096  # elements between two rows

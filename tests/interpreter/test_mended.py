@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .fences import fenced
+from ..fences import fenced
 
 
 @triton.jit
