@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
+UNPROVEN = "not yet proven on a GPU; name it explicitly"  # the remark of kernels that no GPU has run
 
 _forced: str | None = None  # set by use_backend(); a plain global, because a ContextVar breaks fullgraph compilation
 

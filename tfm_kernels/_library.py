@@ -114,6 +114,12 @@ def _why_missing(name: str, backend: str) -> str | None:
     return absent or f"the {what} extension holds no {name}; `pip install --no-build-isolation .` builds it anew"
 
 
+def unreachable(device: str, backend: str) -> str | None:
+    """None where kernels of a GPU's backend can read tensors on this type of device, else one sentence why not."""
+    interpreted = backend == "triton" and device == "cpu" and triton_interprets()
+    return None if device == "cuda" or interpreted else f"needs a CUDA tensor, got {device}"
+
+
 def missing(name: str, backend: str) -> str | None:
     """None where the kernel of ``<name>_<backend>`` is registered, else one sentence why it is not."""
     return _missing[f"{name}_{backend}"]

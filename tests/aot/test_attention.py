@@ -14,10 +14,15 @@ SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
 
 def fits(name, found):
-    """No byte of stack, the matrix units where they can multiply, and room for as many programs as are planned."""
+    """No byte of stack."""
     assert found["stack"] == found["local"] == 0 and "LDL" not in found and "STL" not in found, (
         f"{name} spills: {found}"
     )
+    uses_the_gpu(name, found)
+
+
+def uses_the_gpu(name, found):
+    """No atomics, the matrix units where they can multiply, and no more shared memory than there is."""
     assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
     assert found["shared"] <= SHARED[name.split()[0]], f"{name} does not fit: {found}"
     if "fp32" in name or "keep_tiles" in name:

@@ -4,23 +4,16 @@ import pytest
 import triton
 
 from tests.aot import attention_bwd_table, table
-from tests.aot.test_attention import SHARED
+from tests.aot.test_attention import uses_the_gpu
 
 ENTRIES = attention_bwd_table.entries()
 QUICK = [name for name in ENTRIES if name.startswith("sm_90") and "x64 " in name and name.endswith("bf16 plain")]
 
 
 def fits(name, found):
-    """Little stack, no atomics, and what the architecture has."""
+    """Little stack."""
     assert found["stack"] <= 128 and found["local"] == 0, f"{name} spills: {found}"
-    assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
-    assert found["shared"] <= SHARED[name.split()[0]], f"{name} does not fit: {found}"
-    if "fp32" in name:
-        assert "HMMA" not in found and "HGMMA" not in found, f"{name} does not multiply in IEEE float32: {found}"
-    elif name.startswith("sm_90"):
-        assert found["HGMMA"] > 0, f"{name} leaves the matrix units alone: {found}"
-    elif name.startswith("sm_80"):
-        assert found["HMMA"] > 0, f"{name} leaves the matrix units alone: {found}"
+    uses_the_gpu(name, found)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])

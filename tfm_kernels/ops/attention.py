@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from .. import _library, dropout
-from .._backend import Choices, Op, register, select
+from .._backend import UNPROVEN, Choices, Op, register, select
 from .._library import declare, differentiate, missing, signature
 from ..aten import attention as aten
 from ..mask import Mask
@@ -121,14 +121,15 @@ def _triton_cannot(call: AttentionCall) -> str | None:
     longest = max(call.max_seqlen_q, call.max_seqlen_k)
     if longest >= 1 << 30:
         return f"needs sequences shorter than 2**30, got {longest}"
-    device = call.query.device.type
-    if device != "cuda" and not (device == "cpu" and _library.triton_interprets()):
-        return f"needs a CUDA tensor, got {call.query.device}"
-    return missing("attention_fwd", "triton") or missing("attention_bwd", "triton")
+    return (
+        _library.unreachable(call.query.device.type, "triton")
+        or missing("attention_fwd", "triton")
+        or missing("attention_bwd", "triton")
+    )
 
 
 SUPPORT = {"reference": lambda call: None, "aten": _aten_cannot, "cpu": _cpu_cannot, "triton": _triton_cannot}
-REMARKS = {"triton": "not yet proven on a GPU; name it explicitly"}
+REMARKS = {"triton": UNPROVEN}
 
 
 def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's name for it)

@@ -37,13 +37,11 @@ def _cpu(call: Call) -> str | None:
 def _triton(call: Call) -> str | None:
     if call.dtype == torch.float64:
         return "has no float64 kernels"
-    if call.device != "cuda" and not (call.device == "cpu" and _library.triton_interprets()):
-        return f"needs a CUDA tensor, got {call.device}"
-    return _library.missing("ffn_fwd", "triton")
+    return _library.unreachable(call.device, "triton") or _library.missing("ffn_fwd", "triton")
 
 
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
-REMARKS = {"triton": "not yet proven on a GPU; name it explicitly"}
+REMARKS = {"triton": _backend.UNPROVEN}
 
 
 OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe, REMARKS))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import _check, _library
-from .._backend import Choices, Op, register, select
+from .._backend import UNPROVEN, Choices, Op, register, select
 from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
 from .layer_norm_call import Call, describe, prefer
@@ -116,16 +116,19 @@ def _gpu_support(call: Call) -> str | None:
 
 
 def _triton_support(call: Call) -> str | None:
-    if call.device != "cuda" and not (call.device == "cpu" and _library.triton_interprets()):
-        return _gpu_support(call) or f"needs a CUDA tensor, got {call.device}"
-    return _gpu_support(call) or _library.missing("layer_norm_fwd", "triton")
+    return (
+        _gpu_support(call)
+        or _library.unreachable(call.device, "triton")
+        or _library.missing("layer_norm_fwd", "triton")
+    )
 
 
 def _cuda_support(call: Call) -> str | None:
-    if call.device != "cuda":
-        return f"needs a CUDA tensor, got {call.device}"
     return (
-        _gpu_support(call) or _library.missing("layer_norm_fwd", "cuda") or _library.missing("layer_norm_bwd", "cuda")
+        _library.unreachable(call.device, "cuda")
+        or _gpu_support(call)
+        or _library.missing("layer_norm_fwd", "cuda")
+        or _library.missing("layer_norm_bwd", "cuda")
     )
 
 
@@ -134,7 +137,7 @@ SUPPORT = {
     "cuda": _cuda_support,
 }  # fmt: skip
 PREFER = prefer
-REMARKS = dict.fromkeys(("triton", "cuda"), "not yet proven on a GPU; name it explicitly")
+REMARKS = dict.fromkeys(("triton", "cuda"), UNPROVEN)
 _CHOICES = Choices()
 
 

@@ -60,8 +60,7 @@ def check_dropout(op: str, p: float, seed: Tensor | None) -> tuple[float, int]:
 
 def rows(x: Tensor) -> Tensor:
     """``x`` as (M, N) with unit stride along N, copied only where its strides do not allow that."""
-    x = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    return matrix(x.reshape(x.numel() // x.shape[-1], x.shape[-1]))
 
 
 def aligned(features: int, *tensors: Tensor | None) -> bool:
