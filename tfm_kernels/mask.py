@@ -158,6 +158,10 @@ class Mask:
         """Whether position alone hides anything."""
         return self.top_left != _EVERYWHERE or self.bottom_right != _EVERYWHERE
 
+    def hides(self) -> bool:
+        """Whether there is any condition."""
+        return self.key_lengths is not None or self.keep_matrix is not None or self.has_band()
+
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on ``device``."""
         move = lambda t: None if t is None else t.to(device)  # noqa: E731

@@ -95,7 +95,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
     std::vector<int64_t> sizes = call.lse_sizes();
     sizes.insert(sizes.begin(), a.splits);
     sizes.push_back(a.d);
-    parts = at::empty(sizes, statistics);
+    parts = new_output(sizes, statistics);
     a.dq_parts = parts.mutable_data_ptr();
     a.part_stride = parts.stride(0);
   }

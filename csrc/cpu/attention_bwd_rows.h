@@ -88,8 +88,7 @@ C take_queries(const AttentionBwd& a, const Sequence& s, int64_t h, const Column
     lay_out(q_rows, d_pad, r + 1, a.d, mem.q + (i - r) * d_pad, mem.q_t + (i - r) * a.d);
     lay_out(dout_rows, dv_pad, r + 1, a.dv, mem.dout + (i - r) * dv_pad,
             mem.dout_t + (i - r) * a.dv);
-    for (int64_t e = 0; e < a.d; ++e)
-      std::fill_n(mem.dq_t + (i - r) * a.d + e * kPanel, r + 1, C(0));
+    zero_lanes(mem.dq_t + (i - r) * a.d, kPanel, a.d, r + 1);
   }
   return largest;
 }

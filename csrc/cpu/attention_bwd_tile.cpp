@@ -122,7 +122,7 @@ class Worker {
         C* x = mem.extras + r * a.tile;
         std::fill_n(x, part.padded_width, C(0));
         if (r >= part.rows) continue;
-        add_extras<T>(a, s, h, columns, i + r, part.column, part.width, x);
+        add_extras<T>(a, s, h, columns, i + r, part.column, part.width, C(1), x);
         for (int64_t j = 0; j < part.width && !any; ++j) any = x[j] != -kInfinity;
       }
       if (!any) return false;

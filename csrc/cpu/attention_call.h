@@ -9,6 +9,7 @@
 
 #include "../check.h"
 #include "attention.h"
+#include "output.h"
 
 namespace tfm_kernels {
 
@@ -115,8 +116,8 @@ class AttentionCall {
 
   // An empty tensor of t's shape but for the last axis, stored as (B, T, H, width).
   at::Tensor like(const at::Tensor& t, int64_t width) const {
-    if (packed) return at::empty({t.size(0), t.size(1), width}, options);
-    return at::empty({t.size(0), t.size(2), t.size(1), width}, options).transpose(1, 2);
+    if (packed) return new_output({t.size(0), t.size(1), width}, options);
+    return new_output({t.size(0), t.size(2), t.size(1), width}, options).transpose(1, 2);
   }
 
   std::vector<int64_t> lse_sizes() const {

@@ -142,27 +142,47 @@ void gather(const Columns& columns, const S* row, int64_t stride, int64_t begin,
     load_row(row + (columns.first + begin) * stride, stride, n, out);
 }
 
-// x[j] += bias over columns begin..begin+n-1 of row i, and -inf at pairs that bias or keep hide.
-// x holds scale * q k^T there.
+// x[j] = scale x[j] + bias[j], and -inf where the bias is.
+template <typename S, typename C = compute_t<S>>
+void add_bias(const S* bias, int64_t n, C scale, C* x) {
+  using V = at::vec::Vectorized<C>;
+  const V scales(scale), hidden(-std::numeric_limits<C>::infinity());
+  const auto add = [&](V p, V b) {
+    return V::blendv(at::vec::fmadd(p, scales, b), hidden, b == hidden);
+  };
+  int64_t j = 0;
+  for (; j + V::size() <= n; j += V::size()) add(V::loadu(x + j), load_wide(bias + j)).store(x + j);
+  if (j == n) return;
+  const auto rest = static_cast<int>(n - j);
+  add(V::loadu(x + j, rest), load_wide(bias + j, rest)).store(x + j, rest);
+}
+
+// x[j] = scale x[j] + bias over columns begin..begin+n-1 of row i where there is a bias, and -inf
+// at pairs that bias or keep hide.
 template <typename T, typename C = compute_t<T>>
 void add_extras(const AttentionArgs& a, const Sequence& s, int64_t h, const Columns& columns,
-                int64_t i, int64_t begin, int64_t n, C* x) {
+                int64_t i, int64_t begin, int64_t n, C scale, C* x) {
   constexpr C kHidden = -std::numeric_limits<C>::infinity();
   alignas(64) C bias[kPanel];
   alignas(64) uint8_t keep[kPanel];
   for (int64_t done = 0; done < n; done += kPanel, x += kPanel, begin += kPanel) {
     const int64_t m = std::min(kPanel, n - done);
     if (a.bias.data) {
-      auto take = [&](const auto* row) {
-        if (a.bias.stride_t && a.bias.stride_d == 1 && !columns.index && i + kAhead < s.tq)
-          prefetch(row + kAhead * a.bias.stride_t + columns.first + begin, m);
+      auto take = [&]<typename S>(const S* row) {
+        if constexpr (std::is_same_v<compute_t<S>, C>) {
+          if (a.bias.stride_d == 1 && !columns.index) {
+            row += columns.first + begin;
+            if (a.bias.stride_t && i + kAhead < s.tq) prefetch(row + kAhead * a.bias.stride_t, m);
+            return add_bias(row, m, scale, x);
+          }
+        }
         gather(columns, row, a.bias.stride_d, begin, m, bias);
+        add_bias(bias, m, scale, x);
       };
       if (a.bias_is_float)
         take(at_head<float>(a.bias, s, h, i));
       else
         take(at_head<T>(a.bias, s, h, i));
-      for (int64_t j = 0; j < m; ++j) x[j] = bias[j] == kHidden ? kHidden : x[j] + bias[j];
     }
     if (columns.elementwise) {
       gather(columns, at_head<uint8_t>(a.keep, s, h, i), a.keep.stride_d, begin, m, keep);

@@ -39,7 +39,8 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
   const int64_t threads =
       work < (a.queries == 1 ? kSerialWork / 8 : kSerialWork) ? 1 : at::get_num_threads();
   pick_config(a, threads);
-  a.bf16_tiles = takes_bf16_tiles(call.dtype, {a.d});
+  // one query is no tile: its products are sums that widen what they read
+  a.bf16_tiles = a.queries > 1 && takes_bf16_tiles(call.dtype, {a.d});
   const int64_t bytes = for_operands(call.dtype, a.bf16_tiles, [&](auto zero, auto operand) {
     return AttentionFwdScratch<compute_t<decltype(zero)>, decltype(operand)>(a, nullptr).bytes;
   });

@@ -54,13 +54,12 @@ class Worker {
     columns = find_columns<T>(a, s, h, mem.columns);
     padded = round_up(columns.count, kPanel);
     const bool direct = direct_rows(a.k);
-    k_direct = v_direct = nullptr;
-    if constexpr (std::is_same_v<T, C>) {
-      if (a.queries == 1 && direct && direct_rows(a.v)) {
-        k_direct = at_head<T>(a.k, s, kv, s.k0 + columns.first);
-        v_direct = at_head<T>(a.v, s, kv, s.k0 + columns.first);
-        return;
-      }
+    one_k = nullptr;
+    v_direct = nullptr;
+    if (a.queries == 1 && direct && direct_rows(a.v)) {
+      one_k = at_head<T>(a.k, s, kv, s.k0 + columns.first);
+      one_v = at_head<T>(a.v, s, kv, s.k0 + columns.first);
+      return;
     }
     for (int64_t c = 0; c < columns.count; c += kPanel) {
       const int64_t n = std::min(kPanel, columns.count - c);
@@ -93,7 +92,7 @@ class Worker {
 
   // Whether the columns' rows of keys or values can be used where they lie.
   bool direct_rows(const AttentionView& view) const {
-    return std::is_same_v<T, O> && view.stride_d == 1 && !columns.index && !columns.alive;
+    return view.stride_d == 1 && !columns.index && !columns.alive;
   }
 
   // Rows first..first+n-1 against all their keys.
@@ -161,18 +160,19 @@ class Worker {
     for (int64_t i = 0; i < blocks.count; ++i) {
       const int64_t c = blocks.first[i], w = blocks.width[i];
       C* x = mem.s + i * kPanel;
-      if (k_direct) {
+      if (one_k) {
         if constexpr (std::is_same_v<O, C>)
-          dots(q, k_direct + c * a.k.stride_t, a.k.stride_t, a.d, blocks.real[i], w, x);
+          dots(q, one_k + c * a.k.stride_t, a.k.stride_t, a.d, blocks.real[i], w, x);
       } else {
         gemm_tile(m, w, a.d, q, q_step, mem.k_panels + c * a.d, kPanel, x, a.tile, false);
       }
       if (plain && !columns.elementwise && all_from <= c && c + w <= all_to) continue;
       for (int64_t r = 0; r < count; ++r, x += a.tile) {
-        if (!plain)
-          for (int64_t j = 0; j < w; ++j) x[j] *= static_cast<C>(a.scale);
+        const C scale = static_cast<C>(a.scale);
+        if (!plain && !a.bias.data)
+          for (int64_t j = 0; j < w; ++j) x[j] *= scale;
         if (a.bias.data || columns.elementwise)
-          add_extras<T>(a, s, h, columns, row0 + r, c, blocks.real[i], x);
+          add_extras<T>(a, s, h, columns, row0 + r, c, blocks.real[i], scale, x);
         const int64_t begin = std::min(mem.begins[r] - c, w), end = std::min(mem.ends[r] - c, w);
         for (int64_t j = 0; j < begin; ++j) x[j] = kNothing;
         for (int64_t j = std::max<int64_t>(0, end); j < w; ++j) x[j] = kNothing;
@@ -210,9 +210,9 @@ class Worker {
     const O* weights = mem.p;
     if constexpr (std::is_same_v<O, C>) {
       weights = mem.s;
-      if (k_direct) {
+      if (one_k) {
         if (!accumulate) std::fill_n(mem.out, dv_pad, C(0));
-        return sum_values(blocks, mem.s, v_direct, a.v.stride_t, a.dv, mem.out);
+        return sum_values(blocks, mem.s, one_v, a.v.stride_t, a.dv, mem.out);
       }
     }
     for (int64_t i = 0; i < blocks.count;) {
@@ -275,8 +275,9 @@ class Worker {
   const AttentionFwdScratch<C, O> mem;
   Sequence s{-1, 0, 0, 0, 0, 0, 0, 0};
   Columns columns;
-  const O *k_direct = nullptr, *v_direct = nullptr;  // keys and values that are used where they lie
-  const O* q = nullptr;                              // the tile's queries, q_step apart
+  const T *one_k = nullptr, *one_v = nullptr;    // one query's keys and values, where they lie
+  const O* v_direct = nullptr;                   // values that the tiles use where they lie
+  const O* q = nullptr;                          // the tile's queries, q_step apart
   int64_t q_step = 0, all_from = 0, all_to = 0;  // columns from all_from to all_to: every row sees
   int64_t h = 0, packed = -1, padded = 0, row0 = 0, count = 0, m = 0;
 };

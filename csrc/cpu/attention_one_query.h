@@ -1,9 +1,11 @@
 // Attention of one query: reading keys and values is all the work, so they are neither packed nor
-// turned.
+// turned, and 16 bits are widened on their way into a register.
 #pragma once
 #include <algorithm>
+#include <tuple>
 
 #include "attention_fwd.h"
+#include "prefetch.h"
 #include "transpose.h"
 
 namespace tfm_kernels {
@@ -12,8 +14,8 @@ namespace {
 
 // x[j] = q . keys[j] over n keys of d elements, `stride` apart; 0 up to w, a multiple of 16. A
 // vector of partial sums a key; those of V::size() keys are turned and added at once.
-template <typename C>
-void dots(const C* q, const C* keys, int64_t stride, int64_t d, int64_t n, int64_t w, C* x) {
+template <typename T, typename C = compute_t<T>>
+void dots(const C* q, const T* keys, int64_t stride, int64_t d, int64_t n, int64_t w, C* x) {
   using V = at::vec::Vectorized<C>;
   constexpr int64_t kLanes = V::size();
   alignas(64) C partial[kLanes * kLanes], turned[kLanes * kLanes];
@@ -21,15 +23,15 @@ void dots(const C* q, const C* keys, int64_t stride, int64_t d, int64_t n, int64
     const int64_t real = std::clamp<int64_t>(n - j, 0, kLanes);
     std::fill(partial + real * kLanes, partial + kLanes * kLanes, C(0));
     for (int64_t l = 0; l < real; ++l) {
-      const C* key = keys + (j + l) * stride;
+      const T* key = keys + (j + l) * stride;
+      if (j + l + kAhead < n) prefetch(key + kAhead * stride, d);
       V sum(C(0));
       int64_t e = 0;
       for (; e + kLanes <= d; e += kLanes)
-        sum = at::vec::fmadd(V::loadu(q + e), V::loadu(key + e), sum);
-      if (e < d) {
-        const auto rest = static_cast<int>(d - e);
-        sum = at::vec::fmadd(V::loadu(q + e, rest), V::loadu(key + e, rest), sum);
-      }
+        sum = at::vec::fmadd(V::loadu(q + e), load_wide(key + e), sum);
+      if (e < d)
+        sum = at::vec::fmadd(V::loadu(q + e, static_cast<int>(d - e)), load_wide(key + e, d - e),
+                             sum);
       sum.store(partial + l * kLanes);
     }
     transpose_block(partial, kLanes, kLanes, kLanes, turned, kLanes);
@@ -40,22 +42,22 @@ void dots(const C* q, const C* keys, int64_t stride, int64_t d, int64_t n, int64
 }
 
 // out[e..] += weights values, kVectors vectors of it in registers, the last of `last` elements.
-template <int kVectors, typename C>
-void sum_strip(const Blocks& blocks, const C* weights, const C* values, int64_t stride, int64_t e,
+template <int kVectors, typename T, typename C = compute_t<T>>
+void sum_strip(const Blocks& blocks, const C* weights, const T* values, int64_t stride, int64_t e,
                int64_t last, C* out) {
   using V = at::vec::Vectorized<C>;
   V sum[kVectors];
   for (int i = 0; i < kVectors; ++i) sum[i] = V::loadu(out + e + i * V::size());
   for (int64_t b = 0; b < blocks.count; ++b) {
-    const C* value = values + blocks.first[b] * stride + e;
+    const T* value = values + blocks.first[b] * stride + e;
     for (int64_t j = 0; j < blocks.real[b]; ++j, value += stride) {
       const V p(weights[b * kPanel + j]);
+      if (j + kAhead < blocks.real[b]) prefetch(value + kAhead * stride, kVectors * V::size());
       for (int i = 0; i < kVectors - 1; ++i)
-        sum[i] = at::vec::fmadd(p, V::loadu(value + i * V::size()), sum[i]);
-      const C* end = value + (kVectors - 1) * V::size();
+        sum[i] = at::vec::fmadd(p, load_wide(value + i * V::size()), sum[i]);
+      const T* end = value + (kVectors - 1) * V::size();
       sum[kVectors - 1] = at::vec::fmadd(
-          p, last == V::size() ? V::loadu(end) : V::loadu(end, static_cast<int>(last)),
-          sum[kVectors - 1]);
+          p, last == V::size() ? load_wide(end) : load_wide(end, last), sum[kVectors - 1]);
     }
   }
   for (int i = 0; i < kVectors; ++i) sum[i].store(out + e + i * V::size());
@@ -63,8 +65,8 @@ void sum_strip(const Blocks& blocks, const C* weights, const C* values, int64_t 
 
 // out += weights values; out (dv) has room for whole vectors, values are those of column 0 and
 // after.
-template <typename C>
-void sum_values(const Blocks& blocks, const C* weights, const C* values, int64_t stride, int64_t dv,
+template <typename T, typename C = compute_t<T>>
+void sum_values(const Blocks& blocks, const C* weights, const T* values, int64_t stride, int64_t dv,
                 C* out) {
   constexpr int64_t kLanes = at::vec::Vectorized<C>::size();
   int64_t e = 0;

@@ -8,6 +8,7 @@
 #include "../check.h"
 #include "activation.h"
 #include "layer_norm.h"
+#include "output.h"
 
 namespace tfm_kernels {
 

@@ -137,7 +137,7 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
 
   const auto options = x.options();
   const auto result = [&](bool needed, at::IntArrayRef sizes) {
-    return needed ? at::empty(sizes, options) : at::empty({0}, options);
+    return needed ? new_output(sizes, options) : at::empty({0}, options);
   };
   at::Tensor dx = result(need_x, {M, E}), dw1 = result(need_w1, {F, E}), db1 = result(need_b1, {F}),
              dw2 = result(need_w2, {Eo, F}), dgate = result(need_gate, {F, E});

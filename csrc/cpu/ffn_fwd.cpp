@@ -222,9 +222,9 @@ std::tuple<at::Tensor, at::Tensor> ffn_fwd_cpu(
   const at::Tensor rows = unit_rows(x), w1c = w1.contiguous(), w2c = w2.contiguous();
   const OptionalTensor b1c = contiguous(b1), b2c = contiguous(b2), gatec = contiguous(gate);
   const auto M = shape.M, F = shape.F, Eo = shape.Eo;
-  at::Tensor y = at::empty({M, Eo}, x.options());
+  at::Tensor y = new_output({M, Eo}, x.options());
   at::Tensor preact =
-      save_preact ? at::empty({M, gate ? 2 * F : F}, x.options()) : at::empty({0}, x.options());
+      save_preact ? new_output({M, gate ? 2 * F : F}, x.options()) : at::empty({0}, x.options());
   if (M == 0) return {y, preact};
 
   const DType dtype = dtype_of(x.scalar_type());

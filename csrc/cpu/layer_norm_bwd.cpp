@@ -96,6 +96,7 @@ void layer_norm_bwd(const LayerNormBwd& args, DType dtype, int64_t block, void* 
 
 #include "../check.h"
 #include "layer_norm.h"
+#include "output.h"
 
 namespace tfm_kernels {
 namespace {
@@ -125,8 +126,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   args.dropout_rows = check_rows(dropout_rows, rows, kOp);
   const auto options = z.options(), statistics = z.options().dtype(compute);
   const bool split = args.dropout.active();
-  at::Tensor dx = at::empty(z.sizes(), options);
-  at::Tensor dresidual = split ? at::empty(z.sizes(), options) : at::empty({0}, options);
+  at::Tensor dx = new_output(z.sizes(), options);
+  at::Tensor dresidual = split ? new_output(z.sizes(), options) : at::empty({0}, options);
   const int64_t blocks = std::clamp<int64_t>(rows * n / 32768, 1, 16);
   at::Tensor dweight = at::zeros({blocks, need_dweight ? n : 0}, statistics);
   at::Tensor dbias = at::zeros({blocks, need_dbias ? n : 0}, statistics);

@@ -115,6 +115,7 @@ void layer_norm_fwd(const LayerNormFwd& args, DType dtype, int64_t begin, int64_
 
 #include "../check.h"
 #include "layer_norm.h"
+#include "output.h"
 
 namespace tfm_kernels {
 namespace {
@@ -138,8 +139,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   const Rows x2(x, dtype), residual2 = residual ? Rows(*residual, dtype) : Rows();
   const at::Tensor w = as_vector(weight, compute), b = as_vector(bias, compute);
   const auto options = x.options().dtype(dtype), statistics = x.options().dtype(compute);
-  at::Tensor y = at::empty(x.sizes(), options);
-  at::Tensor z = residual ? at::empty(x.sizes(), options) : at::empty({0}, options);
+  at::Tensor y = new_output(x.sizes(), options);
+  at::Tensor z = residual ? new_output(x.sizes(), options) : at::empty({0}, options);
   at::Tensor mean = at::empty({rms ? 0 : rows}, statistics), rstd = at::empty({rows}, statistics);
 
   LayerNormFwd args{};

@@ -4,6 +4,7 @@
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -36,6 +37,36 @@ inline namespace CPU_CAPABILITY {
 namespace {
 
 using Vec = at::vec::Vectorized<float>;
+
+template <typename T>
+constexpr bool kWidens = !std::is_same_v<T, compute_t<T>>;
+
+// The whole vector at p, widened.
+template <typename T>
+at::vec::Vectorized<compute_t<T>> load_wide(const T* p) {
+  if constexpr (kWidens<T>) {
+    Vec wide;
+    if constexpr (std::is_same_v<T, bf16_t>)
+      at::vec::load_fp32_from_bf16(p, wide);
+    else
+      at::vec::load_fp32_from_fp16(p, wide);
+    return wide;
+  } else {
+    return at::vec::Vectorized<T>::loadu(p);
+  }
+}
+
+// The first n elements at p, widened; the others are 0.
+template <typename T>
+at::vec::Vectorized<compute_t<T>> load_wide(const T* p, int64_t n) {
+  if constexpr (kWidens<T>) {
+    T whole[Vec::size()] = {};
+    std::copy_n(p, n, whole);
+    return load_wide(whole);
+  } else {
+    return at::vec::Vectorized<T>::loadu(p, static_cast<int>(n));
+  }
+}
 
 // out[i] = in[i], widened; n >= 0.
 template <typename T>
@@ -93,6 +124,15 @@ void store(C* p, V v) {
     *p = v;
   else
     v.store(p);
+}
+
+// Zeros in the first n numbers, a multiple of 16, of rows that lie ld apart. (GCC makes of
+// std::fill_n here a `rep stos` a row, which takes as long to begin as 500 bytes take to store.)
+template <typename C>
+void zero_lanes(C* p, int64_t ld, int64_t rows, int64_t n) {
+  using V = at::vec::Vectorized<C>;
+  for (int64_t r = 0; r < rows; ++r, p += ld)
+    for (int64_t i = 0; i < n; i += V::size()) V(C(0)).store(p + i);
 }
 
 // The sum of term.template operator()<V>(i) over 0..n-1, in four vector accumulators a block of

@@ -36,7 +36,7 @@ from .._library import declare, differentiate, missing, signature
 from ..aten import attention as aten
 from ..mask import Mask
 from ..reference import attention as reference
-from .attention_call import AttentionCall, checked_call, describe_dense
+from .attention_call import EVERYTHING, AttentionCall, checked_call, describe_dense
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, {residuals}Tensor? bias, Tensor? keep, Tensor? key_lengths, "
@@ -139,24 +139,31 @@ def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's
     return ("aten", "cpu", "reference") if _has_few_queries(call) else ("cpu", "aten", "reference")
 
 
-def _has_few_queries(call: AttentionCall) -> bool:
-    """Whether turning the keys for the matrix tiles would not pay: PyTorch's float32 kernel leaves that to the BLAS.
+# (dtype, training) -> queries from which cpu is faster than PyTorch's plain attention, which needs no keys turned for
+# matrix tiles and keeps less per tile. Times of PyTorch over ours on one core of a 2.6 GHz Xeon with AMX, 64 wide:
+# float32 0.97 at 8 queries, 0.95 at 32, 1.1 to 1.3 from 48; in training 0.7 at 16, 0.8 at 32, 0.9 at 64 and 96, 1.04
+# at 128. bfloat16 0.7 to 1.2 below 128 queries and 1.1 to 1.2 at 512; in training 3 to 5 everywhere.
+_QUERIES_FROM = {(torch.float32, False): 32, (torch.float32, True): 128}
+_QUERIES_FROM_WITH_TILES = {(torch.bfloat16, False): 128, **_QUERIES_FROM}
 
-    4 queries against 512 keys: 250 us against 170; 32 against 512 are even. A single query is not turned for, and
-    cpu is faster where there is much to read (1024 keys of 64 heads: 3.0 ms against 3.3; 2.5 GHz Cascade Lake).
+
+def _has_few_queries(call: AttentionCall) -> bool:
+    """Whether a plain call is too small to gain. One query needs no tiles: cpu is faster where there is much to read.
+
+    (1024 keys of 64 heads: float32 3.0 ms against 3.3, 2.5 GHz Cascade Lake; bfloat16 1.04 ms against 1.12, 2.6 GHz
+    Xeon with AMX.)
     """
-    queries, keys, mask = call.max_seqlen_q, call.max_seqlen_k, call.mask
+    if torch.compiler.is_compiling():  # a compiled graph must not depend on the lengths
+        return False
+    tensors = call.query, call.key, call.value
+    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    queries_from = _QUERIES_FROM_WITH_TILES if _library.bf16_tiles else _QUERIES_FROM
     return (
-        queries < 32
-        and keys >= 4 * queries
-        and not (queries == 1 and call.key.numel() >= 1 << 22)
-        and call.query.dtype == torch.float32
+        call.max_seqlen_q < queries_from.get((call.query.dtype, training), 0)
+        and not (call.max_seqlen_q == 1 and call.key.numel() >= 1 << 22)
         and call.cu_seqlens_q is None
         and call.bias is None
-        and mask.keep_matrix is None
-        and mask.key_lengths is None
-        and not mask.has_band()
-        and not torch.compiler.is_compiling()  # a compiled graph must not depend on the lengths
+        and not call.mask.hides()
     )
 
 
@@ -268,6 +275,8 @@ def attention(
     if name is None:
         call = describe_dense("attention", query, key, value, mask, bias, scale, dropout_p, seed, *options[2:])
         name = _CHOICES.keep(known, select(_OP, call, backend))
+    elif name == "aten" and mask is None and bias is None:  # nothing to bring to one form; 2 us less
+        return aten.attention(query, key, value, EVERYTHING, None, scale)
     else:
         call = checked_call(query, key, value, mask, bias, *options)
     out, lse = run(call, name)
