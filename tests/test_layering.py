@@ -33,6 +33,8 @@ ALLOWED = {
     "patching": LEAVES | {"nn", "ops"},
     "proof": LEAVES | {"patching", "nn", "ops", "testing"},
     "diagnosis": LEAVES | {"ops"},
+    "models": LEAVES | {"nn", "ops"},
+    "training": LEAVES | {"models", "nn", "ops"},
     "demo": LEAVES | {"proof", "patching", "diagnosis", "nn", "ops"},
     "cli": LEAVES | {"proof", "patching", "diagnosis", "nn", "ops", "demo"},
     "__main__": {"cli"},

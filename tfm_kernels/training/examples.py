@@ -1,0 +1,197 @@
+"""The data of the four tasks: which examples there are, how long they are, and how some of them become a batch.
+
+A batch is ``(inputs, targets)``: ``model(*inputs)`` gives logits (..., V), and ``targets`` (...) says which class is
+right or that it is IGNORED. One loop trains all four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import seeds
+from .loss import IGNORED
+from .masking import mask_tokens
+from .text_file import InputError
+from .vocabulary import END, MASK, PAD, SPECIALS, START, Vocabulary
+
+Batch = tuple[tuple[Tensor, ...], Tensor]
+
+
+class Examples(Protocol):
+    """What the training loop needs of a dataset.
+
+    Attributes:
+        lengths: tokens of every example, as TokenBatches counts them.
+    """
+
+    lengths: list[int]
+
+    def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
+        """The examples of these numbers, padded; ``epoch`` decides what is drawn anew in each pass."""
+        ...
+
+
+def padded(rows: Sequence[Sequence[int]], filler: int = PAD) -> Tensor:
+    """(rows, longest row) int64, filled up at the end with ``filler``."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
+
+
+class TranslationExamples:
+    """Pairs of sentences: inputs (source, <start> target), targets (target <end>).
+
+    Args:
+        pairs: of texts.
+        source: vocabulary of the first of each pair.
+        target: vocabulary of the second, which may be the same one.
+        max_length: pairs with a longer half are left out, because a cut sentence teaches to cut.
+
+    Raises:
+        InputError: no pair is short enough.
+    """
+
+    def __init__(
+        self, pairs: Sequence[tuple[str, str]], source: Vocabulary, target: Vocabulary, max_length: int
+    ) -> None:
+        encoded = [([*source.encode(one), END], [START, *target.encode(other), END]) for one, other in pairs]
+        self.pairs = [pair for pair in encoded if max(map(len, pair)) <= max_length]
+        self.left_out = len(encoded) - len(self.pairs)
+        if not self.pairs:
+            raise InputError(f"all {len(encoded):,} pairs have a sentence of more than {max_length} tokens")
+        self.lengths = [max(map(len, pair)) for pair in self.pairs]
+
+    def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
+        """((source (B, Ts), target (B, Tt)), next target (B, Tt)); the same in every epoch."""
+        sources = padded([self.pairs[at][0] for at in chosen])
+        inputs = padded([self.pairs[at][1][:-1] for at in chosen])
+        return (sources, inputs), padded([self.pairs[at][1][1:] for at in chosen], IGNORED)
+
+
+class LabelledExamples:
+    """Texts with a label: inputs (<start> text <end>), target the label's number.
+
+    Args:
+        rows: (text, label).
+        vocabulary: of the texts.
+        labels: every label there is; a label's number is its place.
+        max_length: longer texts are cut.
+        source: name of the file in the error sentence.
+
+    Raises:
+        InputError: a label is not among ``labels``.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[str, str]],
+        vocabulary: Vocabulary,
+        labels: Sequence[str],
+        max_length: int,
+        source: str = "the text",
+    ) -> None:
+        numbers = {label: at for at, label in enumerate(labels)}
+        unknown = sorted({label for _, label in rows} - set(labels))
+        if unknown:
+            raise InputError(f"{source} has the unknown label {unknown[0]!r}; known are {', '.join(labels)}")
+        self.rows = [(enclosed(vocabulary, text, max_length), numbers[label]) for text, label in rows]
+        self.lengths = [len(ids) for ids, _ in self.rows]
+
+    def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
+        """((ids (B, T),), label (B,)); the same in every epoch."""
+        return (padded([self.rows[at][0] for at in chosen]),), torch.tensor([self.rows[at][1] for at in chosen])
+
+
+class MaskedExamples:
+    """Lines with hidden tokens: inputs (<start> line <end>, masked), targets the hidden tokens.
+
+    What is hidden depends on seed, epoch and example alone, however the examples are batched.
+
+    Args:
+        lines: of text.
+        vocabulary: of them.
+        max_length: longer lines are cut.
+        seed: of the masks.
+        share: of the tokens that are to be predicted.
+    """
+
+    def __init__(
+        self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int, seed: int, share: float = 0.15
+    ) -> None:
+        self.rows = [enclosed(vocabulary, line, max_length) for line in lines]
+        self.lengths = [len(row) for row in self.rows]
+        self.vocab_size, self.seed, self.share = vocabulary.size, seed, share
+
+    def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
+        """((masked ids (B, T),), hidden ids (B, T))."""
+        pairs = [
+            mask_tokens(
+                torch.tensor(self.rows[at]),
+                vocab_size=self.vocab_size,
+                mask_id=MASK,
+                first_ordinary=len(SPECIALS),
+                random=seeds.generator(self.seed, "mask", epoch, at),
+                share=self.share,
+            )
+            for at in chosen
+        ]
+        stacked = torch.nn.utils.rnn.pad_sequence
+        inputs, targets = [one for one, _ in pairs], [other for _, other in pairs]
+        return (stacked(inputs, True, PAD),), stacked(targets, True, IGNORED)
+
+
+class LineExamples:
+    """Lines to be continued, one by one: inputs (<start> line), targets (line <end>).
+
+    Args:
+        lines: of text.
+        vocabulary: of them.
+        max_length: longer lines are cut.
+    """
+
+    def __init__(self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int) -> None:
+        self.rows = [enclosed(vocabulary, line, max_length + 1) for line in lines]
+        self.lengths = [len(row) - 1 for row in self.rows]
+
+    def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
+        """((ids (B, T),), next ids (B, T)); the same in every epoch."""
+        rows = [self.rows[at] for at in chosen]
+        return (padded([row[:-1] for row in rows]),), padded([row[1:] for row in rows], IGNORED)
+
+
+class StreamExamples:
+    """Windows of one long text: inputs ``context`` tokens, targets the same shifted by one.
+
+    The windows of an epoch do not overlap; where the first one begins is drawn for each epoch, so that over the epochs
+    every token is seen at every place of the window.
+
+    Args:
+        ids: the text's tokens, (T,) int64 or a list.
+        context: tokens of a window.
+        seed: of the beginnings; None begins at the first token in every epoch.
+
+    Raises:
+        InputError: the text has fewer than two windows and a token.
+    """
+
+    def __init__(self, ids: Sequence[int] | Tensor, context: int, seed: int | None) -> None:
+        self.ids, self.context, self.seed = torch.as_tensor(ids), context, seed
+        room = len(self.ids) - 1 - (context - 1 if seed is not None else 0)
+        if room < context:
+            raise InputError(f"the text must have at least {2 * context + 1} tokens, got {len(self.ids)}")
+        self.lengths = [context] * (room // context)
+
+    def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
+        """((ids (B, context),), next ids (B, context))."""
+        first = 0 if self.seed is None else seeds.derive(self.seed, "window", epoch) % self.context
+        starts = [first + at * self.context for at in chosen]
+        windows = torch.stack([self.ids[start : start + self.context + 1] for start in starts])
+        return (windows[:, :-1].contiguous(),), windows[:, 1:].contiguous()
+
+
+def enclosed(vocabulary: Vocabulary, text: str, max_length: int) -> list[int]:
+    """<start> text <end> as token numbers, the text cut so that all of it has at most ``max_length``."""
+    return [START, *vocabulary.encode(text)[: max_length - 2], END]

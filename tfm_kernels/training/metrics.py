@@ -1,0 +1,73 @@
+"""What a run measured, one JSON object a line, and the picture of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .durable import write_bytes
+
+
+class Metrics:
+    """A file of lines ``{"step": ..., ...}``, appended to as a run goes on.
+
+    Args:
+        path: of the file.
+        step: lines of later steps, and a last line that was cut off, are removed: the run computes them again.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        kept = [row for row in read(path) if row["step"] <= step]
+        write_bytes(path, "".join(map(_line, kept)).encode())
+        self._file = path.open("a", encoding="utf-8")
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Appends a line; it is in the file when the call returns."""
+        self._file.write(_line(row))
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Brings all lines to the disk, which has to come before the checkpoint that counts on them."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row) + "\n"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of metrics; none where there is no file."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:  # the process was killed while it wrote this line
+            break
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> bool:
+    """Writes the loss curves as a PNG. False, and no file, where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss a token, nats")
+    for key, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=3)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return True
