@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tfm_kernels import cli
+from tfm_kernels.commands import prove
 
 MODEL = """
 import torch
@@ -96,8 +97,8 @@ def test_a_failed_proof_is_exit_code_1_and_names_the_module(capsys, model, monke
 
         return real(*args, **kwargs, patch=patch)
 
-    real = cli.prove_patched
-    monkeypatch.setattr(cli, "prove_patched", prove_patched)
+    real = prove.prove_patched
+    monkeypatch.setattr(prove, "prove_patched", prove_patched)
     code, out, _ = run(capsys, "prove", f"{model}:build")
     assert code == 1 and "FAILED in layers.0.norm1" in out
 

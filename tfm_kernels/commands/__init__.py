@@ -1,0 +1,1 @@
+"""The commands of ``python -m tfm_kernels``, a file each; what a command needs is imported when it runs."""

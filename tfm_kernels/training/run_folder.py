@@ -1,0 +1,142 @@
+"""The folder of a run: what was trained on what, so that it can be continued and used, and is never written over.
+
+``config.json``         task, model, training, labels, digests of the data
+``<name>.json``         a vocabulary
+``metrics.jsonl``       what was measured;  ``loss.png`` its picture
+``checkpoints/step-*``  see ``checkpoint``
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .. import models
+from .checkpoint import Checkpoints, load_weights
+from .durable import write_json
+from .text_file import InputError
+from .vocabulary import Vocabulary, load
+
+FORMAT = 1
+TASKS: dict[str, tuple[type[nn.Module], type]] = {
+    "translate": (models.TranslationTransformer, models.TranslationConfig),
+    "classify": (models.TransformerClassifier, models.ClassifierConfig),
+    "masked-lm": (models.MaskedLanguageModel, models.MaskedLanguageConfig),
+    "causal-lm": (models.CausalLanguageModel, models.CausalLanguageConfig),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that was trained, and what turns text into its input.
+
+    Attributes:
+        task: one of TASKS.
+        model: in evaluation mode, with the best checkpoint's weights.
+        vocabularies: by name: "source" and "target", or "text".
+        labels: of a classifier, in the order of its logits.
+        settings: all of config.json.
+    """
+
+    task: str
+    model: nn.Module
+    vocabularies: dict[str, Vocabulary]
+    labels: list[str]
+    settings: dict[str, Any]
+
+
+def begin(folder: Path, settings: dict[str, Any], vocabularies: dict[str, Vocabulary], resume: bool) -> None:
+    """Makes the folder of a run, or sees that it is this run's.
+
+    Args:
+        folder: new, or empty, or of a run with the same settings; then only ``training.steps`` may differ.
+        settings: task, model, training, labels, data; JSON.
+        vocabularies: by name.
+        resume: whether a run that is there is to be continued.
+
+    Raises:
+        InputError: the folder holds something else, or a run and ``resume`` is False, or cannot be written.
+    """
+    settings = json.loads(json.dumps({"format": FORMAT, **settings, "vocabularies": sorted(vocabularies)}))
+    path = folder / "config.json"
+    try:
+        if path.exists():
+            if not resume:
+                raise InputError(f"{folder} holds a run; --resume continues it, another --out leaves it alone")
+            before = _settings(folder)
+            for name, old, new in _differences(before, settings):
+                if name != "training steps":
+                    raise InputError(f"{folder} cannot be continued: its {name} is {old}, now it is {new}")
+        elif folder.exists() and any(not found.name.endswith(".partial") for found in folder.iterdir()):
+            raise InputError(f"{folder} is not empty and holds no run; --out must be a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, settings)
+        for name, vocabulary in vocabularies.items():
+            vocabulary.save(folder / f"{name}.json")
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written ({error.strerror or error})") from error
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], name: str = ""):
+    for key in sorted(before.keys() | now.keys()):
+        old, new, words = before.get(key), now.get(key), f"{name} {key}".strip()
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, words)
+        elif old != new:
+            yield words, old, new
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(f"{folder} is not the folder of a run: it holds no config.json")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if settings["format"] != FORMAT or settings["task"] not in TASKS:
+            raise ValueError(f"format {settings['format']}, task {settings['task']}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} was not written by this version ({error})") from error
+    return settings
+
+
+def opened(folder: Path, *tasks: str) -> Trained:
+    """The trained model of a run, for use.
+
+    Args:
+        folder: of the run.
+        tasks: those that will do; none means any.
+
+    Raises:
+        InputError: there is no run, it is of another task, or its checkpoint is missing or of another model.
+    """
+    settings = _settings(folder)
+    task = settings["task"]
+    if tasks and task not in tasks:
+        raise InputError(f"{folder} holds a run of `train {task}`; this needs one of `train {'` or `'.join(tasks)}`")
+    vocabularies = {name: load(folder / f"{name}.json") for name in settings["vocabularies"]}
+    built = build(task, settings["model"])
+    load_weights(built, Checkpoints(folder / "checkpoints").best())
+    return Trained(task, built.eval(), vocabularies, settings.get("labels", []), settings)
+
+
+def build(task: str, sizes: dict[str, Any]) -> nn.Module:
+    """A task's model, its weights drawn anew.
+
+    Raises:
+        InputError: no model has such sizes.
+    """
+    model, config = TASKS[task]
+    try:
+        return model(config(**sizes))
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error)) from error
+
+
+def digest(path: str | Path) -> str:
+    """What tells a file's content from another's."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
