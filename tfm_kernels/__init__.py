@@ -1,5 +1,6 @@
 """Fused Transformer layers for PyTorch: drop-in modules, and the proof that the numbers still hold."""
 
+from . import models as models
 from . import nn as nn
 from . import ops as ops
 from . import patching as patching
