@@ -34,10 +34,10 @@ ALLOWED = {
     "patching": LEAVES | {"nn", "ops"},
     "proof": LEAVES | {"patching", "nn", "ops", "testing"},
     "diagnosis": LEAVES | {"ops"},
-    "models": LEAVES | {"nn", "ops"},
     "training": LEAVES | {"models", "nn", "ops"},
     "demo": LEAVES | {"proof", "patching", "diagnosis", "nn", "ops"},
-    "commands": LEAVES | {"training", "models", "proof", "patching", "diagnosis", "nn", "ops"},
+    "commands": LEAVES
+    | {"training", "generation", "attention_maps", "models", "proof", "patching", "diagnosis", "nn", "ops"},
     "cli": {"commands"},
     "__main__": {"cli"},
 }

@@ -190,9 +190,11 @@ def _train(options: argparse.Namespace, job: Job) -> int:
     import torch
 
     from .. import training
+    from ..training.checkpoint import safetensors
     from ..training.loop import as_dict
     from ..training.run_folder import begin, build
 
+    safetensors()  # or its absence would be found at the first checkpoint
     longest = max(job.examples.lengths)
     tokens = options.tokens or (options.batch * longest if options.batch else max(4096, longest))
     if tokens < longest:
@@ -205,7 +207,7 @@ def _train(options: argparse.Namespace, job: Job) -> int:
         **{name: getattr(options, name) for name in AS_NAMED},
     )
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise CommandError("--device cuda needs a GPU and a CUDA build of torch; neither may be missing")
+        raise CommandError("--device cuda needs a CUDA build of torch and a GPU; one of them is not here")
     with training.processes(options.device) as here:
         torch.manual_seed(options.seed)
         model = build(job.task, job.sizes)

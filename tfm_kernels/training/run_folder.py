@@ -138,5 +138,12 @@ def build(task: str, sizes: dict[str, Any]) -> nn.Module:
 
 
 def digest(path: str | Path) -> str:
-    """What tells a file's content from another's."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    """What tells a file's content from another's.
+
+    Raises:
+        InputError: it cannot be read, or not twice, as the standard input.
+    """
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})") from error

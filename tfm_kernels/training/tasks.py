@@ -42,6 +42,7 @@ class Job:
         labels: of a classifier.
         baseline: what guessing reaches on the validation.
         remarks: what the user should know of the data.
+        by_line: whether each example is a whole line, with a start and an end.
     """
 
     task: str
@@ -53,10 +54,11 @@ class Job:
     labels: list[str] = field(default_factory=list)
     baseline: dict[str, float] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    by_line: bool = False
 
     def settings(self, training: dict[str, Any]) -> dict[str, Any]:
         """What config.json holds."""
-        data = {"data": self.data, "labels": self.labels}
+        data = {"data": self.data, "labels": self.labels, "by_line": self.by_line}
         return {"task": self.task, "model": self.sizes, "training": training, **data}
 
 
@@ -177,6 +179,7 @@ def causal_lm(
     """
     whole = read_text(path)
     cut = round(len(whole) * (1.0 - hold_out)) if validation is None else len(whole)
+    cut = whole.rfind("\n", 0, cut) + 1 if by_line and validation is None else cut  # no line is cut in two
     learnt, held = whole[:cut], read_text(validation) if validation else whole[cut:]
     vocabulary = make(text.unit, [whole] if text.unit == "character" else learnt.splitlines(True), text.size)
 
@@ -197,6 +200,7 @@ def causal_lm(
         examples(held, None) if held.strip() else None,
         _digests(path, validation),
         remarks=_counts(learning, "lines" if by_line else f"windows of {text.max_length} tokens"),
+        by_line=by_line,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import sys
 import zlib
 from pathlib import Path
 
@@ -12,13 +13,13 @@ class InputError(Exception):
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file, or of one in a ``.gz``; a byte-order mark is left out.
+    """The text of a UTF-8 file, of one in a ``.gz``, or of the standard input (``-``); without a byte-order mark.
 
     Raises:
         InputError: the file cannot be read, is not UTF-8, or holds nothing but blanks.
     """
     try:
-        raw = Path(path).read_bytes()
+        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         if Path(path).suffix == ".gz":
             raw = gzip.decompress(raw)
     except (OSError, EOFError, zlib.error) as error:

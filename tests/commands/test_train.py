@@ -1,0 +1,132 @@
+"""``train``: four tasks on users' files, continued, never written over, and one sentence for what is wrong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.commands.conftest import TASKS, training
+
+pytest.importorskip("safetensors")
+
+
+def refused(found, sentence):
+    """Exit code 1, nothing printed but one line, and that holds the sentence."""
+    code, out, err = found
+    assert code == 1 and not out and err.count("\n") == 1, err
+    assert sentence in err and err.startswith("python -m tfm_kernels ")
+
+
+@pytest.mark.parametrize("task", ["", *TASKS])
+def test_help_shows_an_example(run, task):
+    code, out, _ = run("train", *[task] * bool(task), "--help")
+    assert code == 0 and f"python -m tfm_kernels train {task}".strip() in out and "example" in out
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_is_trained_continued_and_never_written_over(run, files, task):
+    out = files / "run"
+    code, printed, err = run(*training(task, files, out))
+    found = json.loads(printed)
+    assert code == 0 and found["step"] == 4 and found["validation_loss"] > 0 and "parameters" in err
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    refused(run(*training(task, files, out)), "holds a run; --resume continues it")
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    code, printed, _ = run(*training(task, files, out, "--resume", "--steps", "6", "--schedule", "cosine"))
+    assert code == 0 and json.loads(printed)["step"] == 6
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 4, 5, 6, 6]
+    refused(run(*training(task, files, out, "--resume", "--seed", "1")), "its training seed is 0, now it is 1")
+    (files / TASKS[task][0]).write_text((files / TASKS[task][0]).read_text().replace("a", "o"))
+    refused(run(*training(task, files, out, "--resume", "--steps", "6")), "cannot be continued: its data file 1 is ")
+
+
+def test_baselines_are_printed(run, files):
+    for task, name in (("classify", "majority_accuracy"), ("masked-lm", "unigram_accuracy")):
+        code, out, _ = run(*training(task, files, files / f"run-{task}"))
+        found = json.loads(out)
+        assert code == 0 and 0.0 <= found[name] <= 1.0 and 0.0 <= found["validation_accuracy"] <= 1.0
+        if task == "classify":
+            assert found[name] == pytest.approx(0.5)  # three of six
+
+
+def test_byte_pairs_one_vocabulary_and_lines(run, files):
+    pytest.importorskip("tokenizers")
+    options = ["--unit", "byte-pair", "--vocabulary", "300", "--share-embeddings", "--max-length", "64"]
+    assert run(*training("translate", files, files / "one", *options))[0] == 0
+    assert (files / "one" / "source.json").read_text() == (files / "one" / "target.json").read_text()
+    code, _, err = run(*training("causal-lm", files, files / "two", "--by-line", "--max-length", "64"))
+    assert code == 0 and "7 lines" in err
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "sentence"),
+    [
+        ("translate", {"de": "one\n"}, "has 6 lines but"),
+        ("translate", {"de": ""}, "holds no text"),
+        ("translate", {"en": "caf\xe9\n".encode("latin1")}, "must be UTF-8 text, got byte 0xe9 in line 1"),
+        ("translate", {"en": None}, "cannot be read (No such file or directory)"),
+        ("translate", {"en": "x" * 99, "de": "y"}, "all 1 pairs have a sentence of more than 32 tokens"),
+        ("classify", {"tsv": "fine\tpet\nno label\n"}, "a text, a tab and a label in each line, got line 2"),
+        ("classify", {"tsv": "fine\tpet\ngood\tpet\n"}, "at least two different labels, got only 'pet'"),
+        ("masked-lm", {"en": "\n \n"}, "holds no text"),
+        ("causal-lm", {"book": "too short"}, "the text must have at least"),
+    ],
+)
+def test_a_bad_file_is_one_sentence_and_nothing_is_made(run, files, task, change, sentence):
+    for name, content in change.items():
+        (files / name).unlink()
+        if content is not None:
+            (files / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(run(*training(task, files, files / "run")), sentence)
+    assert not (files / "run").exists()
+
+
+def test_an_unknown_label_in_the_validation_is_one_sentence(run, files):
+    (files / "dev").write_text("a cat\tplant\n")
+    found = run(*training("classify", files, files / "run", "--validation", files / "dev"))
+    refused(found, "dev has the unknown label 'plant'; known are beast, pet")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--steps", "0"], "--steps must be >= 1, got 0"),
+        (["--dropout", "2"], "--dropout must be <= 1, got 2.0"),
+        (["--learning-rate", "nan"], "--learning-rate must be >= 0, got nan"),
+        (["--schedule", "noam", "--warmup", "0"], "--warmup must be >= 1, got 0"),
+        (["--heads", "3"], "d_model"),
+        (["--tokens", "8"], "--tokens must be at least the longest example"),
+        (["--activation", "tanh"], "activation must be"),
+        (["--precision", "int8"], "invalid choice: 'int8'"),
+        (["--unit", "byte-pair", "--vocabulary", "9"], "vocabulary size must be at least 261, got 9"),
+    ],
+)
+def test_a_bad_option_is_one_sentence_and_nothing_is_made(run, files, options, sentence):
+    refused(run(*training("translate", files, files / "run", *options)), sentence)
+    assert not (files / "run").exists()
+
+
+def test_a_folder_with_other_things_is_left_alone(run, files):
+    (files / "out").mkdir()
+    (files / "out" / "thesis.txt").write_text("years of work")
+    for resume in ([], ["--resume"]):
+        refused(run(*training("masked-lm", files, files / "out", *resume)), "is not empty and holds no run")
+    assert [path.name for path in (files / "out").iterdir()] == ["thesis.txt"]
+    refused(run(*training("masked-lm", files, files / "en")), "cannot be written")
+
+
+def test_doctor_needs_no_extra():
+    absent = "sys.modules.update(dict.fromkeys(['safetensors', 'tokenizers', 'tqdm', 'sacrebleu', 'matplotlib']))"
+    code = f"import sys; {absent}; from tfm_kernels import cli; sys.exit(cli.main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "CPU kernels" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("package", ["safetensors", "tokenizers"])
+def test_a_missing_package_is_one_sentence(run, files, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    options = ["--unit", "byte-pair", "--vocabulary", "300"] if package == "tokenizers" else []
+    refused(run(*training("translate", files, files / "run", *options)), f"`pip install {package}` brings it")
+    assert not (files / "run").exists()

@@ -1,0 +1,110 @@
+"""``translate``: each line of a text, by a model that ``train translate`` made."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import parser
+from .parser import CommandError, told
+
+TOKENS = 2048  # of a batch of sources, padding included
+
+
+def add(commands: Any) -> None:
+    """Declares the command."""
+    command = parser.add(
+        commands,
+        "translate",
+        _run,
+        "print the translation of each line, by beam search",
+        "translate run test.en > test.out",
+        "translate run test.en --beams 4 --reference test.de --out test.out",
+    )
+    command.add_argument("run_folder", type=Path, metavar="run", help="folder that `train translate` made")
+    command.add_argument("text", help="file of sentences, one a line; - is the standard input")
+    command.add_argument("--out", type=Path, help="write the translations to this new file instead of printing them")
+    command.add_argument("--beams", type=int, default=4, help="default 4; 1 is greedy")
+    command.add_argument("--length-penalty", type=float, default=1.0, help="default 1; larger prefers longer ones")
+    command.add_argument("--max-tokens", type=int, help="of a translation; default 1.5 times the longest source, + 10")
+    command.add_argument("--reference", help="file of right translations: print sacreBLEU at last")
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.beams < 1 or (options.max_tokens is not None and options.max_tokens < 1):
+        raise CommandError(f"--beams and --max-tokens must be >= 1, got {options.beams} and {options.max_tokens}")
+    if options.out is not None and options.out.exists():
+        raise CommandError(f"{options.out} exists; --out must be a new file")
+    with told():
+        from ..training.run_folder import opened
+        from ..training.text_file import read_lines
+
+        lines = read_lines(options.text)
+        references = None if options.reference is None else read_lines(options.reference)
+        if references is not None and len(references) != len(lines):
+            raise CommandError(
+                f"{options.text} has {len(lines):,} lines but {options.reference} has {len(references):,}"
+            )
+        found = _translations(opened(options.run_folder, "translate"), lines, options)
+        text = "".join(f"{line}\n" for line in found)
+        if options.out is None:
+            sys.stdout.write(text)
+        else:
+            try:
+                options.out.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise CommandError(f"{options.out} cannot be written ({error.strerror})") from error
+        if references is not None:
+            print(_bleu(found, references), file=sys.stderr)
+    return 0
+
+
+def _translations(trained: Any, lines: list[str], options: argparse.Namespace) -> list[str]:
+    """In the order of the lines; a blank one stays blank."""
+    import torch
+
+    from ..generation import generate
+    from ..training.batches import TokenBatches
+    from ..training.examples import padded
+    from ..training.progress import Progress
+    from ..training.vocabulary import END, START
+
+    source, target = trained.vocabularies["source"], trained.vocabularies["target"]
+    longest = trained.settings["model"]["max_length"]
+    rows = {at: [*source.encode(line)[: longest - 1], END] for at, line in enumerate(lines) if line}
+    found = [""] * len(lines)
+    if not rows:
+        return found
+    places = list(rows)
+    lengths = [len(row) for row in rows.values()]
+    batches = TokenBatches(lengths, max(TOKENS, max(lengths)), 0, shuffle=False).epoch(0)
+    bar = Progress(len(batches), 0, sys.stderr.isatty())
+    for number, batch in enumerate(batches, 1):
+        chosen = [places[at] for at in batch]
+        ids = padded([rows[at] for at in chosen])
+        room = options.max_tokens or ids.shape[1] * 3 // 2 + 10
+        with torch.inference_mode():
+            guesses = generate(
+                trained.model,
+                ids,
+                min(room, longest - 1),
+                bos_id=START,
+                eos_id=END,
+                num_beams=options.beams,
+                length_penalty=options.length_penalty,
+            )
+        for at, row in zip(chosen, guesses.tolist(), strict=True):
+            found[at] = target.decode(row).strip().replace("\n", " ")
+        bar.step(number, "")
+    bar.close()
+    return found
+
+
+def _bleu(found: list[str], references: list[str]) -> str:
+    try:
+        from sacrebleu import corpus_bleu
+    except ImportError as error:
+        raise CommandError("--reference needs the package sacrebleu; `pip install sacrebleu` brings it") from error
+    return f"sacreBLEU {corpus_bleu(found, [references]).score:.2f}"
