@@ -23,7 +23,7 @@ $(VENV)/deps: setup.py Makefile
 
 # -e: what is tested is the checkout; ninja compiles again only what changed
 build: $(VENV)/deps
-	$(BIN)/pip install -q --no-build-isolation -e '.[dev,demo]'
+	$(BIN)/pip install -q --no-build-isolation -e '.[dev,demo,train,plot]'
 
 lint: build
 	$(BIN)/ruff check .

