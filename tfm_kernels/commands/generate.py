@@ -61,6 +61,9 @@ def _continued(trained: Any, options: argparse.Namespace) -> str:
     from ..generation import generate
     from ..training.vocabulary import END, START
 
+    how: dict[str, Any] = {}
+    if not options.greedy:
+        how = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     vocabulary, longest = trained.vocabularies["text"], trained.settings["model"]["max_length"]
     prompt = vocabulary.encode(options.prompt)
     text = prompt if prompt and not trained.settings.get("by_line") else [START, *prompt]
@@ -73,10 +76,7 @@ def _continued(trained: Any, options: argparse.Namespace) -> str:
                 torch.tensor([window]),
                 min(wanted - len(text), longest - len(window)),
                 eos_id=END,
-                do_sample=not options.greedy,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
+                **how,
             )[0].tolist()
         new = found[len(window) :]
         text = [*text, *new]
