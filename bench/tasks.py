@@ -164,7 +164,7 @@ def spent(metrics: Path) -> float:
     seconds = [json.loads(line).get("seconds", 0.0) for line in metrics.read_text().splitlines()]
     seconds = [second for second in seconds if second]
     parts = [now - before if now > before else now for before, now in zip([0.0, *seconds], seconds, strict=False)]
-    return round(sum(parts), 1)
+    return round(sum(parts), 3)
 
 
 if __name__ == "__main__":
