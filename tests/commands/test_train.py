@@ -117,6 +117,19 @@ def test_a_folder_with_other_things_is_left_alone(run, files):
     refused(run(*training("masked-lm", files, files / "en")), "cannot be written")
 
 
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(run, files, monkeypatch):
+    from tfm_kernels.training import durable
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device", str(arguments[0]))
+
+    monkeypatch.setattr(durable.os, "rename", full)
+    code, out, err = run(*training("masked-lm", files, files / "run"))
+    assert code == 1 and not out and "cannot be used (No space left on device)" in err and "Traceback" not in err
+    monkeypatch.undo()
+    assert run(*training("masked-lm", files, files / "run", "--resume"))[0] == 0
+
+
 def test_doctor_needs_no_extra():
     absent = "sys.modules.update(dict.fromkeys(['safetensors', 'tokenizers', 'tqdm', 'sacrebleu', 'matplotlib']))"
     code = f"import sys; {absent}; from tfm_kernels import cli; sys.exit(cli.main(['doctor']))"

@@ -44,13 +44,17 @@ def add(commands: Any, name: str, run: Any, summary: str, *examples: str) -> arg
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Within it, the training room's errors of input become the command's."""
+    """Within it, errors of input, and of a disk that is full or may not be written, become the command's."""
     from ..training import InputError
 
     try:
         yield
     except InputError as error:
         raise CommandError(str(error)) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CommandError(f"{error.filename or 'a file'} cannot be used ({error.strerror or error})") from error
 
 
 def in_one_line(error: BaseException) -> str:

@@ -99,7 +99,9 @@ def _add_model(task: argparse.ArgumentParser) -> None:
 def _add_training(task: argparse.ArgumentParser) -> None:
     group = task.add_argument_group("training")
     group.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="of the run; never written over")
-    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    group.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint; only --steps may differ"
+    )
     group.add_argument("--steps", type=int, default=1000, help="updates, default 1000")
     group.add_argument("--tokens", type=int, help="of an update, padding included; default 4096")
     group.add_argument("--batch", type=int, metavar="EXAMPLES", help="at most so many examples an update")
