@@ -76,8 +76,8 @@ TASKS = {
     ),
     "translation": Task(
         "translate {data}/multi30k/train.en.gz {data}/multi30k/train.de.gz --validation {data}/multi30k/val.en.gz"
-        f" {{data}}/multi30k/val.de.gz {TRANSLATION} --steps 3000 --tokens 2048 --learning-rate 0.001 --warmup 300"
-        " --smoothing 0.1 --vocabulary 8000",
+        f" {{data}}/multi30k/val.de.gz {TRANSLATION} --steps 4000 --tokens 2048 --precision bf16"
+        " --learning-rate 0.001 --warmup 300 --smoothing 0.1 --vocabulary 8000",
         tuple(
             f"multi30k/{part}.{tongue}.gz" for part in ("train", "val", "test_2016_flickr") for tongue in ("en", "de")
         ),

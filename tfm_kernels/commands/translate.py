@@ -47,6 +47,7 @@ def _run(options: argparse.Namespace) -> int:
             raise CommandError(
                 f"{options.text} has {len(lines):,} lines but {options.reference} has {len(references):,}"
             )
+        score = None if references is None else _bleu()
         found = _translations(opened(options.run_folder, "translate"), lines, options)
         text = "".join(f"{line}\n" for line in found)
         if options.out is None:
@@ -56,8 +57,8 @@ def _run(options: argparse.Namespace) -> int:
                 options.out.write_text(text, encoding="utf-8")
             except OSError as error:
                 raise CommandError(f"{options.out} cannot be written ({error.strerror})") from error
-        if references is not None:
-            print(_bleu(found, references), file=sys.stderr)
+        if score is not None:
+            print(f"sacreBLEU {score(found, [references]).score:.2f}", file=sys.stderr)
     return 0
 
 
@@ -102,9 +103,10 @@ def _translations(trained: Any, lines: list[str], options: argparse.Namespace) -
     return found
 
 
-def _bleu(found: list[str], references: list[str]) -> str:
+def _bleu() -> Any:
+    """The library's function, asked for before the work."""
     try:
         from sacrebleu import corpus_bleu
     except ImportError as error:
         raise CommandError("--reference needs the package sacrebleu; `pip install sacrebleu` brings it") from error
-    return f"sacreBLEU {corpus_bleu(found, [references]).score:.2f}"
+    return corpus_bleu
