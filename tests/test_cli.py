@@ -49,7 +49,7 @@ def run(capsys, *arguments):
     return code, out, err
 
 
-@pytest.mark.parametrize("command", ["doctor", "prove"])
+@pytest.mark.parametrize("command", ["doctor", "prove", "train", "translate", "generate", "classify", "attention-maps"])
 def test_help_shows_an_example(capsys, command):
     code, out, _ = run(capsys, command, "--help")
     assert code == 0 and "example" in out and f"python -m tfm_kernels {command}" in out

@@ -37,7 +37,18 @@ ALLOWED = {
     "training": LEAVES | {"models", "nn", "ops"},
     "demo": LEAVES | {"proof", "patching", "diagnosis", "nn", "ops"},
     "commands": LEAVES
-    | {"training", "generation", "attention_maps", "models", "proof", "patching", "diagnosis", "nn", "ops"},
+    | {
+        "training",
+        "generation",
+        "attention_maps",
+        "heat_maps",
+        "models",
+        "proof",
+        "patching",
+        "diagnosis",
+        "nn",
+        "ops",
+    },
     "cli": {"commands"},
     "__main__": {"cli"},
 }

@@ -6,7 +6,8 @@ right or that it is IGNORED. One loop trains all four.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -35,6 +36,35 @@ class Examples(Protocol):
         ...
 
 
+class Rows:
+    """Lists of token numbers, 4 bytes a token: a corpus of millions of sentences fits where lists would not.
+
+    Args:
+        rows: read once.
+    """
+
+    def __init__(self, rows: Iterable[Sequence[int]] = ()) -> None:
+        self._tokens, self._ends = array("i"), array("q", [0])
+        for row in rows:
+            self.append(row)
+
+    def append(self, row: Sequence[int]) -> None:
+        """One more list at the end."""
+        self._tokens.extend(row)
+        self._ends.append(len(self._tokens))
+
+    def __getitem__(self, at: int) -> list[int]:
+        return self._tokens[self._ends[at] : self._ends[at + 1]].tolist()
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of every list."""
+        return [end - begin for begin, end in zip(self._ends, self._ends[1:], strict=False)]
+
+
 def padded(rows: Sequence[Sequence[int]], filler: int = PAD) -> Tensor:
     """(rows, longest row) int64, filled up at the end with ``filler``."""
     longest = max(map(len, rows))
@@ -57,18 +87,22 @@ class TranslationExamples:
     def __init__(
         self, pairs: Sequence[tuple[str, str]], source: Vocabulary, target: Vocabulary, max_length: int
     ) -> None:
-        encoded = [([*source.encode(one), END], [START, *target.encode(other), END]) for one, other in pairs]
-        self.pairs = [pair for pair in encoded if max(map(len, pair)) <= max_length]
-        self.left_out = len(encoded) - len(self.pairs)
-        if not self.pairs:
-            raise InputError(f"all {len(encoded):,} pairs have a sentence of more than {max_length} tokens")
-        self.lengths = [max(map(len, pair)) for pair in self.pairs]
+        self.sources, self.targets = Rows(), Rows()
+        for one, other in pairs:
+            ids = [*source.encode(one), END], [START, *target.encode(other), END]
+            if max(map(len, ids)) <= max_length:
+                self.sources.append(ids[0])
+                self.targets.append(ids[1])
+        self.left_out = len(pairs) - len(self.sources)
+        if not len(self.sources):
+            raise InputError(f"all {len(pairs):,} pairs have a sentence of more than {max_length} tokens")
+        self.lengths = [max(both) for both in zip(self.sources.lengths, self.targets.lengths, strict=True)]
 
     def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
         """((source (B, Ts), target (B, Tt)), next target (B, Tt)); the same in every epoch."""
-        sources = padded([self.pairs[at][0] for at in chosen])
-        inputs = padded([self.pairs[at][1][:-1] for at in chosen])
-        return (sources, inputs), padded([self.pairs[at][1][1:] for at in chosen], IGNORED)
+        targets = [self.targets[at] for at in chosen]
+        inputs = padded([self.sources[at] for at in chosen]), padded([row[:-1] for row in targets])
+        return inputs, padded([row[1:] for row in targets], IGNORED)
 
 
 class LabelledExamples:
@@ -97,12 +131,13 @@ class LabelledExamples:
         unknown = sorted({label for _, label in rows} - set(labels))
         if unknown:
             raise InputError(f"{source} has the unknown label {unknown[0]!r}; known are {', '.join(labels)}")
-        self.rows = [(enclosed(vocabulary, text, max_length), numbers[label]) for text, label in rows]
-        self.lengths = [len(ids) for ids, _ in self.rows]
+        self.texts = Rows(enclosed(vocabulary, text, max_length) for text, _ in rows)
+        self.labels = torch.tensor([numbers[label] for _, label in rows])
+        self.lengths = self.texts.lengths
 
     def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
         """((ids (B, T),), label (B,)); the same in every epoch."""
-        return (padded([self.rows[at][0] for at in chosen]),), torch.tensor([self.rows[at][1] for at in chosen])
+        return (padded([self.texts[at] for at in chosen]),), self.labels[list(chosen)]
 
 
 class MaskedExamples:
@@ -121,8 +156,8 @@ class MaskedExamples:
     def __init__(
         self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int, seed: int, share: float = 0.15
     ) -> None:
-        self.rows = [enclosed(vocabulary, line, max_length) for line in lines]
-        self.lengths = [len(row) for row in self.rows]
+        self.rows = Rows(enclosed(vocabulary, line, max_length) for line in lines)
+        self.lengths = self.rows.lengths
         self.vocab_size, self.seed, self.share = vocabulary.size, seed, share
 
     def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
@@ -153,8 +188,8 @@ class LineExamples:
     """
 
     def __init__(self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int) -> None:
-        self.rows = [enclosed(vocabulary, line, max_length + 1) for line in lines]
-        self.lengths = [len(row) - 1 for row in self.rows]
+        self.rows = Rows(enclosed(vocabulary, line, max_length + 1) for line in lines)
+        self.lengths = [length - 1 for length in self.rows.lengths]
 
     def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
         """((ids (B, T),), next ids (B, T)); the same in every epoch."""

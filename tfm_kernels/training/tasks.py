@@ -136,7 +136,7 @@ def masked_lm(path: str, validation: str | None, text: Text, layers: int, sizes:
     held, baseline = None, {}
     if validation:
         held = MaskedExamples(read_sentences(validation), vocabulary, text.max_length, seed)
-        counts = Counter(token for row in examples.rows for token in row if token >= len(SPECIALS))
+        counts = Counter(token for at in range(len(lines)) for token in examples.rows[at] if token >= len(SPECIALS))
         _, hidden = held.batch(range(len(held.rows)), 0)
         hidden = hidden[hidden >= 0]
         baseline["unigram_accuracy"] = float((hidden == counts.most_common(1)[0][0]).double().mean())

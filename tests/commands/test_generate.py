@@ -1,0 +1,55 @@
+"""``generate``: a text is continued, beyond the context too, and one sentence for what is wrong."""
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tests.commands.conftest import training
+from tests.commands.test_train import refused
+from tfm_kernels.training import run_folder
+
+pytest.importorskip("safetensors")
+
+
+def test_greedy_continues_as_the_model_does(run, runs):
+    trained = run_folder.opened(runs / "causal-lm", "causal-lm")
+    vocabulary = trained.vocabularies["text"]
+    ids = torch.tensor([vocabulary.encode("It was")])
+    for _ in range(8):
+        ids = torch.cat([ids, trained.model(ids)[:, -1:].argmax(-1)], 1)
+    code, out, err = run("generate", runs / "causal-lm", "--prompt", "It was", "--tokens", 8, "--greedy")
+    assert code == 0 and not err and out == vocabulary.decode(ids[0].tolist()) + "\n"
+
+
+def test_drawn_text_follows_the_seed_and_outgrows_the_context(run, runs):
+    command = "generate", runs / "causal-lm", "--tokens", 100, "--top-k", 5, "--temperature", 0.9
+    texts = [run(*command, "--seed", seed)[1] for seed in (0, 1, 2, 3, 0)]
+    assert texts[0] == texts[4] != texts[1]
+    assert max(map(len, texts)) > 64  # twice the context; an untrained model may end a text early
+    assert run("generate", runs / "causal-lm", "--prompt", "best of times, " * 5, "--tokens", 3)[0] == 0
+
+
+def test_lines_begin_at_the_start_symbol(run, files):
+    assert run(*training("causal-lm", files, files / "lines", "--by-line", "--hold-out", "0"))[0] == 0
+    assert run_folder.opened(files / "lines").settings["by_line"] is True
+    assert run("generate", files / "lines", "--prompt", "It", "--tokens", 5)[1].startswith("It")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tokens", "0"], "--tokens must be >= 1, got 0"),
+        (["--temperature", "0"], "--temperature must be > 0, got 0.0; --greedy takes the most probable"),
+        (["--top-k", "0"], "--top-k must be >= 1, got 0"),
+        (["--top-p", "1.5"], "--top-p must be in (0, 1], got 1.5"),
+    ],
+)
+def test_a_bad_option_is_one_sentence(run, runs, arguments, sentence):
+    refused(run("generate", runs / "causal-lm", *arguments), sentence)
+
+
+def test_another_tasks_run_is_one_sentence(run, runs):
+    refused(
+        run("generate", runs / "masked-lm"), "holds a run of `train masked-lm`; this needs one of `train causal-lm`"
+    )
+    assert tfk.models.CausalLanguageModel is run_folder.TASKS["causal-lm"][0]
