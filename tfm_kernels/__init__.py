@@ -8,7 +8,10 @@ from . import testing as testing
 from ._backend import BackendError as BackendError
 from ._backend import explain as explain
 from ._backend import use_backend as use_backend
+from .attention_maps import get_attention_maps as get_attention_maps
 from .diagnosis import doctor as doctor
+from .generation import generate as generate
+from .heat_maps import write_heat_maps as write_heat_maps
 from .mask import Mask as Mask
 from .patching import PatchReport as PatchReport
 from .patching import patch as patch

@@ -19,6 +19,7 @@ from ..mask import Mask
 from . import _arguments
 from ._bypass import autocast_dtype
 from .attention_weights import with_weights
+from .cache import AttentionCache
 
 _NAME = "MultiheadAttention"
 
@@ -93,7 +94,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
-        attn_mask: Tensor | Mask | None = None,
+        attn_mask: Tensor | Mask | AttentionCache | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -105,13 +106,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             value: as ``query`` with Tk and vdim.
             key_padding_mask: (B, Tk), unbatched (Tk,): bool, True = ignore, or floating, added to the scores.
             need_weights: also return the weights; the output still comes from the fused attention.
-            attn_mask: (Tq, Tk) or (B * H, Tq, Tk): bool, True = ignore, or floating; or a ``Mask``.
+            attn_mask: (Tq, Tk) or (B * H, Tq, Tk): bool, True = ignore, or floating; or a ``Mask``; or, in decoding, an
+                ``AttentionCache``, which then says everything about the keys, and no weights are returned.
             average_attn_weights: the mean over the heads instead of each head's weights.
             is_causal: query i sees keys j <= i; ``attn_mask``, which should say the same, is not looked at.
 
         Returns:
             The output in the layout of ``query``, and the weights (with dropout's effect in training) or None.
         """
+        if isinstance(attn_mask, AttentionCache):
+            return self._decode(query, key, attn_mask), None
         self._check(query, key, value)
         batched = query.dim() == 3
         seq_axis = 1 if self.batch_first or not batched else 0
@@ -140,6 +144,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         if batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def _decode(self, query: Tensor, memory: Tensor, cache: AttentionCache) -> Tensor:
+        """``query`` (B, T, E) attends to the keys and values that ``cache`` keeps."""
+        if not self.batch_first or self.bias_k is not None or self.add_zero_attn:
+            raise ValueError(f"{_NAME}: a cache needs batch_first, and neither add_bias_kv nor add_zero_attn")
+        q, k, v, mask = cache.attended(self, query, memory)
+        with _exact(q.device):
+            out: Any = ops.attention(q, k, v, mask, backend=self.backend)
+        return self.out_proj(out.transpose(1, 2).reshape(query.shape))
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query is key and key is value and isinstance(query, Tensor) and self._qkv_same_embed_dim:
@@ -187,6 +200,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             return F.linear(query, w_q, b_q), *F.linear(key, w_kv, b_kv).unflatten(-1, (2, width)).unbind(-2)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         return tuple(map(F.linear, (query, key, value), weight.chunk(3), biases))
+
+    def _project_query(self, query: Tensor) -> Tensor:
+        """q alone, all heads side by side."""
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
+        weight = self.in_proj_weight[: self.embed_dim] if self._qkv_same_embed_dim else self.q_proj_weight
+        return F.linear(query, weight, bias)
+        return F.linear(query, weight, bias)
 
     def _extra_keys(self, k: Tensor, v: Tensor, seq_axis: int) -> tuple[Tensor, Tensor, int]:
         """k and v with what add_bias_kv and add_zero_attn append, and how many positions that is."""

@@ -37,6 +37,7 @@ from ..aten import attention as aten
 from ..mask import Mask
 from ..reference import attention as reference
 from .attention_call import EVERYTHING, AttentionCall, checked_call, describe_dense
+from .attention_watch import is_watched, tell
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, {residuals}Tensor? bias, Tensor? keep, Tensor? key_lengths, "
@@ -169,6 +170,12 @@ def _has_few_queries(call: AttentionCall) -> bool:
 
 def run(call: AttentionCall, backend: str) -> tuple[Tensor, Any]:
     """(out, lse) of a checked call on one backend; aten has no lse."""
+    out, lse = _run(call, backend)
+    tell(call, lse)
+    return out, lse
+
+
+def _run(call: AttentionCall, backend: str) -> tuple[Tensor, Any]:
     seed, mask = call.seed, call.mask
     cu_seqlens: tuple[Any, Any] = (call.cu_seqlens_q, call.cu_seqlens_k)
     if call.dropout_p == 0.0:
@@ -275,7 +282,7 @@ def attention(
     if name is None:
         call = describe_dense("attention", query, key, value, mask, bias, scale, dropout_p, seed, *options[2:])
         name = _CHOICES.keep(known, select(_OP, call, backend))
-    elif name == "aten" and mask is None and bias is None:  # nothing to bring to one form; 2 us less
+    elif name == "aten" and mask is None and bias is None and not is_watched():  # no form to bring it to; 2 us less
         return aten.attention(query, key, value, EVERYTHING, None, scale)
     else:
         call = checked_call(query, key, value, mask, bias, *options)

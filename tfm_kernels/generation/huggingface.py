@@ -1,0 +1,175 @@
+"""transformers' models as decoders: their own forwards and cache classes, self-attention's cache in reserved memory.
+
+transformers is never imported here: a model of it has imported it already.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.cache import Reserved
+
+_NAME = "generate"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a model's configurations say about generating with it."""
+
+    encoder_decoder: bool
+    vocab: int
+    pad_id: int | None
+    start_id: int | None
+    stops: list[int]
+    max_length: int | None
+
+
+def is_model(model: nn.Module) -> bool:
+    """Whether the model is one of transformers'."""
+    library = sys.modules.get("transformers")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def facts(model: Any) -> Facts:
+    """Reads the configurations; refuses a model without a head over tokens."""
+    config, told = model.config, getattr(model, "generation_config", None)
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{_NAME}: model must give scores of next tokens, as GPT2LMHeadModel does, got {type(model).__name__}"
+        )
+
+    def token(name: str) -> Any:
+        found = getattr(told, name, None)
+        return getattr(config, name, None) if found is None else found
+
+    stops = token("eos_token_id")
+    return Facts(
+        encoder_decoder=bool(config.is_encoder_decoder),
+        vocab=model.get_output_embeddings().weight.shape[0],
+        pad_id=token("pad_token_id"),
+        start_id=token("decoder_start_token_id"),
+        stops=[] if stops is None else sorted(stops) if isinstance(stops, (list, tuple)) else [stops],
+        max_length=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def decoder(model: Any, known: Facts, size: int, source: Tensor | None, use_cache: bool) -> _Decoder:
+    """The decoder of one ``generate`` call."""
+    return _Decoder(model, known, size, source, use_cache)
+
+
+class _Decoder:
+    """See ``decoder.Decoder``. Prompts of different lengths stand on the right, so that all rows end in one column."""
+
+    def __init__(self, model: Any, known: Facts, size: int, source: Tensor | None, use_cache: bool) -> None:
+        self.model = model
+        self.keep: Tensor | None = None
+        self.cache: Any = None
+        self.told: dict[str, Any] = {"use_cache": use_cache}
+        self.name = "decoder_input_ids" if known.encoder_decoder else "input_ids"
+        self.encoder_decoder = known.encoder_decoder
+        if use_cache:
+            self.cache = _cache(size, known.encoder_decoder)
+            self.told["past_key_values"] = self.cache
+        self.ids: Tensor | None = None
+        if known.encoder_decoder:
+            assert source is not None
+            keep = torch.ones_like(source) if known.pad_id is None else (source != known.pad_id).long()
+            self.told["encoder_outputs"] = model.get_encoder()(input_ids=source, attention_mask=keep)
+            self.told["attention_mask"] = keep
+
+    def start(self, ids: Tensor, lengths: Tensor | None) -> Tensor:
+        if lengths is not None:
+            shift = (ids.shape[1] - lengths).unsqueeze(1)
+            columns = torch.arange(ids.shape[1], device=ids.device) - shift
+            self.keep = (columns >= 0).long()
+            ids = ids.gather(1, columns.clamp(min=0))
+        self.ids = ids
+        return self._scores(ids)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        assert self.ids is not None
+        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+        if self.keep is not None:
+            self.keep = torch.cat([self.keep, torch.ones_like(self.keep[:, :1])], 1)
+        return self._scores(self.ids if self.cache is None else tokens[:, None])
+
+    def expand(self, times: int) -> None:
+        self._each(lambda t: t.repeat_interleave(times, 0))
+        for layers in self._layers():
+            for layer in layers:
+                layer.batch_repeat_interleave(times)
+
+    def reorder(self, index: Tensor) -> None:
+        assert self.ids is not None
+        self.ids = self.ids[index]
+        self.keep = None if self.keep is None else self.keep[index]
+        for layer in self._layers()[0] if self.cache is not None else ():  # beams share what is of their source
+            layer.reorder_cache(index)
+
+    def _layers(self) -> list[list[Any]]:
+        if self.cache is None:
+            return []
+        if not self.encoder_decoder:
+            return [self.cache.layers]
+        return [self.cache.self_attention_cache.layers, self.cache.cross_attention_cache.layers]
+
+    def _each(self, change: Any) -> None:
+        self.ids = change(self.ids)
+        self.keep = None if self.keep is None else change(self.keep)
+        if self.encoder_decoder:
+            memory = self.told["encoder_outputs"]
+            self.told["encoder_outputs"] = type(memory)(last_hidden_state=change(memory.last_hidden_state))
+            self.told["attention_mask"] = change(self.told["attention_mask"])
+
+    def _scores(self, ids: Tensor) -> Tensor:
+        told = dict(self.told)
+        if self.keep is not None:
+            told["attention_mask"] = self.keep
+            told["position_ids"] = (self.keep.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        return self.model(**{self.name: ids}, **told).logits[:, -1]
+
+
+def _cache(size: int, encoder_decoder: bool) -> Any:
+    library: Any = sys.modules["transformers"].cache_utils
+    own = library.Cache(layer_class_to_replicate=functools.partial(_layer_class(library), size))
+    return library.EncoderDecoderCache(own, library.DynamicCache()) if encoder_decoder else own
+
+
+@functools.cache
+def _layer_class(library: Any) -> type:
+    class ReservedLayer(library.DynamicLayer):
+        """A layer of transformers' dynamic cache that grows in reserved memory instead of being concatenated."""
+
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.size = size
+
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            super().lazy_initialization(key_states, value_states)
+            self.reserved = Reserved(key_states, value_states, self.size)
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = self.reserved.write(key_states, value_states, self.get_seq_length())
+            return self.keys, self.values
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            self.reserved.expand(repeats)
+            self._look(self.get_seq_length())
+
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            self.reserved.reorder(beam_idx, self.get_seq_length())
+            self._look(self.get_seq_length())
+
+        def _look(self, length: int) -> None:
+            self.keys, self.values = self.reserved.first(length)
+
+    return ReservedLayer
