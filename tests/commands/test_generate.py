@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import tfm_kernels as tfk
 from tests.commands.conftest import training
 from tests.commands.test_train import refused
 from tfm_kernels.training import run_folder
+from tfm_kernels.training.vocabulary import END, MASK, START
 
 pytest.importorskip("safetensors")
 
@@ -48,8 +48,24 @@ def test_a_bad_option_is_one_sentence(run, runs, arguments, sentence):
     refused(run("generate", runs / "causal-lm", *arguments), sentence)
 
 
-def test_another_tasks_run_is_one_sentence(run, runs):
-    refused(
-        run("generate", runs / "masked-lm"), "holds a run of `train masked-lm`; this needs one of `train causal-lm`"
+def test_a_masked_model_fills_in(run, runs):
+    trained = run_folder.opened(runs / "masked-lm")
+    vocabulary = trained.vocabularies["text"]
+    code, out, err = run("generate", runs / "masked-lm", "--prompt", "a c<mask>t a<mask>d")
+    text, *candidates = out.splitlines()
+    assert (
+        code == 0 and not err and len(candidates) == 2 and text[:3] == "a c" and text[4:7] == "t a" and text[8:] == "d"
     )
-    assert tfk.models.CausalLanguageModel is run_folder.TASKS["causal-lm"][0]
+    ids = torch.tensor(
+        [[START, *vocabulary.encode("a c"), MASK, *vocabulary.encode("t a"), MASK, *vocabulary.encode("d"), END]]
+    )
+    scores = trained.model(ids).detach()[0, 4, 5:].softmax(-1)
+    assert candidates[0].startswith(f"{vocabulary.token(5 + int(scores.argmax()))!r} {float(scores.max()):.3f}, ")
+    assert text[3] == vocabulary.token(5 + int(scores.argmax()))
+    refused(run("generate", runs / "masked-lm", "--prompt", "a cat"), "--prompt must hold <mask>")
+    refused(run("generate", runs / "masked-lm", "--prompt", "<mask>" * 40), "at most 32 tokens, got 42")
+
+
+def test_another_tasks_run_is_one_sentence(run, runs):
+    sentence = "holds a run of `train classify`; this needs one of `train causal-lm` or `train masked-lm`"
+    refused(run("generate", runs / "classify"), sentence)

@@ -117,6 +117,16 @@ def test_a_folder_with_other_things_is_left_alone(run, files):
     refused(run(*training("masked-lm", files, files / "en")), "cannot be written")
 
 
+def test_a_run_that_another_process_trains_is_left_alone(run, files):
+    from tfm_kernels.training.run_folder import held
+
+    assert run(*training("masked-lm", files, files / "run"))[0] == 0
+    with held(files / "run"):
+        again = training("masked-lm", files, files / "run", "--resume", "--steps", "8")
+        refused(run(*again), "is being trained by another process")
+    assert run(*again)[0] == 0
+
+
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(run, files, monkeypatch):
     from tfm_kernels.training import durable
 

@@ -1,4 +1,4 @@
-"""``generate``: text that a causal language model continues."""
+"""``generate``: text that a causal language model continues, or a masked one completes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ def add(commands: Any) -> None:
         commands,
         "generate",
         _run,
-        "continue a text",
+        "continue a text, or fill in its <mask>s where the run is of a masked language model",
         'generate run --prompt "To be" --tokens 200 --temperature 0.8 --top-k 20',
         "generate run --tokens 50 --greedy",
+        'generate masked-run --prompt "a man <mask> a dog"',
     )
-    command.add_argument("run_folder", type=Path, metavar="run", help="folder that `train causal-lm` made")
+    command.add_argument(
+        "run_folder", type=Path, metavar="run", help="folder that `train causal-lm` or `train masked-lm` made"
+    )
     command.add_argument("--prompt", default="", help="how the text begins; default: at the start symbol")
     command.add_argument("--tokens", type=int, default=200, help="to add, default 200")
     command.add_argument("--greedy", action="store_true", help="the most probable token instead of a drawn one")
@@ -44,9 +47,9 @@ def _run(options: argparse.Namespace) -> int:
 
         from ..training.run_folder import opened
 
-        trained = opened(options.run_folder, "causal-lm")
+        trained = opened(options.run_folder, "causal-lm", "masked-lm")
         torch.manual_seed(options.seed)
-        print(_continued(trained, options))
+        print(_continued(trained, options) if trained.task == "causal-lm" else _completed(trained, options.prompt))
     return 0
 
 
@@ -83,3 +86,34 @@ def _continued(trained: Any, options: argparse.Namespace) -> str:
         if END in new or not new:
             break
     return vocabulary.decode(text)
+
+
+def _completed(trained: Any, prompt: str) -> str:
+    """The prompt with the most probable token at each <mask>, and a line of candidates for each."""
+    import torch
+
+    from ..training.vocabulary import END, MASK, SPECIALS, START
+
+    vocabulary, longest = trained.vocabularies["text"], trained.settings["model"]["max_length"]
+    first, *others = prompt.split(SPECIALS[MASK])
+    if not others:
+        raise CommandError(f"--prompt must hold {SPECIALS[MASK]} for a masked language model, got {prompt!r}")
+    ids = [START, *vocabulary.encode(first)]
+    for before, piece in zip([first, *others], others, strict=False):
+        if vocabulary.kind == "byte-pair" and before.endswith(" "):  # a blank belongs to the word behind it
+            ids = [*ids[:-1], MASK] if vocabulary.token(ids[-1]) == " " else [*ids, MASK]
+        else:
+            ids.append(MASK)
+        ids += vocabulary.encode(piece)
+    ids.append(END)
+    if len(ids) > longest:
+        raise CommandError(f"--prompt must have at most {longest} tokens, got {len(ids)}")
+    with torch.inference_mode():
+        scores = trained.model(torch.tensor([ids]))[0]
+    lines, offset = [], len(SPECIALS)  # nothing hidden was ever a special token
+    for at in [at for at, number in enumerate(ids) if number == MASK]:
+        best = scores[at, offset:].softmax(-1).topk(min(5, vocabulary.size - offset))
+        ids[at] = int(best.indices[0]) + offset
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        lines.append(", ".join(f"{vocabulary.token(number + offset)!r} {share:.3f}" for number, share in pairs))
+    return "\n".join([vocabulary.decode(ids), *lines])

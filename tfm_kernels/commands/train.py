@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +195,7 @@ def _train(options: argparse.Namespace, job: Job) -> int:
     from .. import training
     from ..training.checkpoint import safetensors
     from ..training.loop import as_dict
-    from ..training.run_folder import begin, build
+    from ..training.run_folder import begin, build, held
 
     safetensors()  # or its absence would be found at the first checkpoint
     longest = max(job.examples.lengths)
@@ -210,12 +211,13 @@ def _train(options: argparse.Namespace, job: Job) -> int:
     )
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda needs a CUDA build of torch and a GPU; one of them is not here")
-    with training.processes(options.device) as here:
+    with training.processes(options.device) as here, ExitStack() as stack:
         torch.manual_seed(options.seed)
         model = build(job.task, job.sizes)
         shown = here.rank == 0
         if shown:
             begin(options.out, job.settings(as_dict(config)), job.vocabularies, options.resume)
+            stack.enter_context(held(options.out))
             count = sum(parameter.numel() for parameter in model.parameters())
             print("; ".join([*job.remarks, f"{count:,} parameters"]), file=sys.stderr)
         here.wait()

@@ -8,8 +8,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +86,23 @@ def begin(folder: Path, settings: dict[str, Any], vocabularies: dict[str, Vocabu
         raise InputError(f"{folder} cannot be written ({error.strerror or error})") from error
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keeps a run for this process, until the block or the process ends.
+
+    Raises:
+        InputError: another process trains it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise InputError(f"{folder} is being trained by another process") from error
+    finally:
+        os.close(handle)
+
+
 def _differences(before: dict[str, Any], now: dict[str, Any], name: str = ""):
     for key in sorted(before.keys() | now.keys()):
         old, new, words = before.get(key), now.get(key), f"{name} {key}".strip()
@@ -117,7 +138,9 @@ def opened(folder: Path, *tasks: str) -> Trained:
     settings = _settings(folder)
     task = settings["task"]
     if tasks and task not in tasks:
-        raise InputError(f"{folder} holds a run of `train {task}`; this needs one of `train {'` or `'.join(tasks)}`")
+        raise InputError(
+            f"{folder} holds a run of `train {task}`; this needs one of `train {'` or `train '.join(tasks)}`"
+        )
     vocabularies = {name: load(folder / f"{name}.json") for name in settings["vocabularies"]}
     built = build(task, settings["model"])
     load_weights(built, Checkpoints(folder / "checkpoints").best())
