@@ -1,7 +1,10 @@
 """The command line: help with an example, and one sentence with exit code 1 on bad input."""
 
 import json
+import re
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +58,22 @@ def test_help_shows_an_example(capsys, command):
     assert code == 0 and "example" in out and f"python -m tfm_kernels {command}" in out
     code, out, _ = run(capsys, "--help")
     assert code == 0 and command in out and "example" in out
+
+
+def test_every_example_in_readme_and_help_is_a_command(capsys):
+    """Their words are parsed, not run; what a command says of its own examples is among them."""
+    text = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    small = re.search(r'^SMALL="(.*)"', text, re.MULTILINE)[1]
+    for command in ["", "doctor", "prove", "train", "translate", "generate", "classify", "attention-maps"]:
+        text += run(capsys, *command.split(), "--help")[1]
+    for task in ["translate", "classify", "masked-lm", "causal-lm"]:
+        text += run(capsys, "train", task, "--help")[1]
+    lines = re.findall(r"-m tfm_kernels ((?:doctor|prove|train|translate|generate|classify|attention-maps)\b.*)", text)
+    examples = {line for line in lines if not re.search(r"\[-|\||`", line)}  # not a usage line, not prose
+    assert len(examples) > 20
+    for example in examples:
+        words = shlex.split(example.replace("$SMALL", small).split(" > ")[0], comments=True)
+        assert callable(cli._parser().parse_args(words).run), example
 
 
 @pytest.mark.parametrize(
