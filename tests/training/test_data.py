@@ -22,7 +22,7 @@ def characters():
 
 @pytest.mark.parametrize("max_tokens", [40, 100, 10_000])
 def test_an_epoch_has_each_example_once_in_batches_that_fit(max_tokens):
-    lengths = torch.randint(1, 40, (997,)).tolist()
+    lengths = torch.randint(1, 40, (997,), generator=torch.Generator().manual_seed(0)).tolist()
     batches = training.TokenBatches(lengths, max_tokens, seed=3)
     orders = [batches.epoch(0), batches.epoch(1)]
     for order in orders:
@@ -30,9 +30,9 @@ def test_an_epoch_has_each_example_once_in_batches_that_fit(max_tokens):
         assert all(len(batch) * max(lengths[at] for at in batch) <= max_tokens for batch in order)
     assert orders[0] == training.TokenBatches(lengths, max_tokens, seed=3).epoch(0)
     assert orders[0] != training.TokenBatches(lengths, max_tokens, seed=4).epoch(0)
-    assert {tuple(sorted(batch)) for batch in orders[0]} != {tuple(sorted(batch)) for batch in orders[1]} or (
-        len(orders[0]) == 1
-    )
+    assert orders[0] != orders[1]
+    if max_tokens <= 100:  # many batches: other neighbours, too, not only another order
+        assert {tuple(sorted(batch)) for batch in orders[0]} != {tuple(sorted(batch)) for batch in orders[1]}
     filled = sum(lengths) / sum(len(batch) * max(lengths[at] for at in batch) for batch in orders[0])
     assert filled > 0.9 or max_tokens > 100  # neighbours in length: little padding
 
