@@ -26,9 +26,9 @@ def test_a_translation_has_three_pictures_and_the_models_numbers(run, runs, tmp_
         [[*trained.vocabularies["source"].encode("a cat"), END]],
         [[START, *trained.vocabularies["target"].encode("eine katze")]],
     )
-    expected = tfk.get_attention_maps(trained.model, *map(torch.tensor, ids))
+    expected = tfk.get_attention_maps(trained.model, *(torch.tensor(one, device=trained.device) for one in ids))
     found = load_tensors(out / "maps.safetensors")
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name].cpu()) for name in found)
     labels = json.loads((out / "labels.json").read_text())
     cross = next(name for name in found if "multihead_attn" in name)
     assert labels[cross]["keys"] == ["a", "\u00b7", "c", "a", "t", "<end>"] and labels[cross]["queries"][0] == "<start>"

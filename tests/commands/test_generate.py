@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 def test_greedy_continues_as_the_model_does(run, runs):
     trained = run_folder.opened(runs / "causal-lm", "causal-lm")
     vocabulary = trained.vocabularies["text"]
-    ids = torch.tensor([vocabulary.encode("It was")])
+    ids = torch.tensor([vocabulary.encode("It was")], device=trained.device)
     for _ in range(8):
         ids = torch.cat([ids, trained.model(ids)[:, -1:].argmax(-1)], 1)
     code, out, err = run("generate", runs / "causal-lm", "--prompt", "It was", "--tokens", 8, "--greedy")
@@ -59,7 +59,7 @@ def test_a_masked_model_fills_in(run, runs):
     ids = torch.tensor(
         [[START, *vocabulary.encode("a c"), MASK, *vocabulary.encode("t a"), MASK, *vocabulary.encode("d"), END]]
     )
-    scores = trained.model(ids).detach()[0, 4, 5:].softmax(-1)
+    scores = trained.model(ids.to(trained.device)).detach()[0, 4, 5:].softmax(-1)
     assert candidates[0].startswith(f"{vocabulary.token(5 + int(scores.argmax()))!r} {float(scores.max()):.3f}, ")
     assert text[3] == vocabulary.token(5 + int(scores.argmax()))
     refused(run("generate", runs / "masked-lm", "--prompt", "a cat"), "--prompt must hold <mask>")

@@ -16,7 +16,7 @@ pytest.importorskip("safetensors")
 def alone(runs, line, **how):
     """What the model makes of one line, without padding."""
     trained = run_folder.opened(runs / "translate", "translate")
-    ids = torch.tensor([[*trained.vocabularies["source"].encode(line), END]])
+    ids = torch.tensor([[*trained.vocabularies["source"].encode(line), END]], device=trained.device)
     found = tfk.generate(trained.model, ids, 12, bos_id=START, eos_id=END, **how)
     return trained.vocabularies["target"].decode(found[0].tolist()).strip()
 

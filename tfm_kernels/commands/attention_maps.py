@@ -53,11 +53,13 @@ def _run(options: argparse.Namespace) -> int:
             raise CommandError("the text must hold something besides blanks")
         inputs, labels = _inputs(trained, options.text, options.target)
         try:
-            maps = get_attention_maps(trained.model, *inputs, layers=options.layers, heads=options.heads)
+            maps = get_attention_maps(
+                trained.model, *(ids.to(trained.device) for ids in inputs), layers=options.layers, heads=options.heads
+            )
         except ValueError as error:
             raise CommandError(str(error)) from error
         options.out.mkdir(parents=True, exist_ok=True)
-        tensors = {name: weights.contiguous() for name, weights in maps.items()}
+        tensors = {name: weights.cpu().contiguous() for name, weights in maps.items()}
         safetensors().save_file(tensors, options.out / "maps.safetensors")
         found = {
             name: {"queries": labels[queries], "keys": labels[keys]} for name in maps for queries, keys in [_ends(name)]
@@ -106,7 +108,8 @@ def _inputs(trained: Trained, text: str, target: str | None) -> tuple[list[Tenso
         from ..generation import generate
 
         room = min(longest - 1, 2 * len(ids) + 10)
-        answer = generate(trained.model, torch.tensor([ids]), room, bos_id=START, eos_id=END)[0].tolist()
+        source_ids = torch.tensor([ids], device=trained.device)
+        answer = generate(trained.model, source_ids, room, bos_id=START, eos_id=END)[0].tolist()
         answer = [number for number in answer if number != END]
     else:
         answer = [START, *other.encode(target)[: longest - 1]]

@@ -48,8 +48,8 @@ def _run(options: argparse.Namespace) -> int:
             chosen = range(begin, min(len(rows), begin + max(1, TOKENS // length)))
             inputs, labels = examples.batch(chosen, 0)
             with torch.inference_mode():
-                best = trained.model(*inputs).softmax(-1).max(-1)
-            right += int((best.indices == labels).sum())
+                best = trained.model(inputs[0].to(trained.device)).softmax(-1).max(-1)
+            right += int((best.indices.cpu() == labels).sum())
             for at, probability, label in zip(chosen, best.values.tolist(), best.indices.tolist(), strict=True):
                 print(f"{trained.labels[label]}\t{probability:.4f}\t{rows[at][0]}")
         if options.labelled:

@@ -76,7 +76,7 @@ def _continued(trained: Any, options: argparse.Namespace) -> str:
         with torch.inference_mode():
             found = generate(
                 trained.model,
-                torch.tensor([window]),
+                torch.tensor([window], device=trained.device),
                 min(wanted - len(text), longest - len(window)),
                 eos_id=END,
                 **how,
@@ -109,7 +109,7 @@ def _completed(trained: Any, prompt: str) -> str:
     if len(ids) > longest:
         raise CommandError(f"--prompt must have at most {longest} tokens, got {len(ids)}")
     with torch.inference_mode():
-        scores = trained.model(torch.tensor([ids]))[0]
+        scores = trained.model(torch.tensor([ids], device=trained.device))[0]
     lines, offset = [], len(SPECIALS)  # nothing hidden was ever a special token
     for at in [at for at, number in enumerate(ids) if number == MASK]:
         best = scores[at, offset:].softmax(-1).topk(min(5, vocabulary.size - offset))

@@ -84,7 +84,7 @@ def _translations(trained: Any, lines: list[str], options: argparse.Namespace) -
     bar = Progress(len(batches), 0, sys.stderr.isatty())
     for number, batch in enumerate(batches, 1):
         chosen = [places[at] for at in batch]
-        ids = padded([rows[at] for at in chosen])
+        ids = padded([rows[at] for at in chosen]).to(trained.device)
         room = options.max_tokens or ids.shape[1] * 3 // 2 + 10
         with torch.inference_mode():
             guesses = generate(

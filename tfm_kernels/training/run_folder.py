@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import models
@@ -42,6 +43,7 @@ class Trained:
     Attributes:
         task: one of TASKS.
         model: in evaluation mode, with the best checkpoint's weights.
+        device: where it is: a GPU where there is one.
         vocabularies: by name: "source" and "target", or "text".
         labels: of a classifier, in the order of its logits.
         settings: all of config.json.
@@ -49,6 +51,7 @@ class Trained:
 
     task: str
     model: nn.Module
+    device: torch.device
     vocabularies: dict[str, Vocabulary]
     labels: list[str]
     settings: dict[str, Any]
@@ -144,7 +147,8 @@ def opened(folder: Path, *tasks: str) -> Trained:
     vocabularies = {name: load(folder / f"{name}.json") for name in settings["vocabularies"]}
     built = build(task, settings["model"])
     load_weights(built, Checkpoints(folder / "checkpoints").best())
-    return Trained(task, built.eval(), vocabularies, settings.get("labels", []), settings)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Trained(task, built.eval().to(device), device, vocabularies, settings.get("labels", []), settings)
 
 
 def build(task: str, sizes: dict[str, Any]) -> nn.Module:
