@@ -1,7 +1,8 @@
 """Keys and values that attention keeps from call to call, so that decoding one more token costs one token.
 
 A cache is handed to a stack in place of its mask, and the stack's attention modules hand it themselves. Everything else
-in the layers runs as always: one code for training and for decoding.
+in the layers runs as always: one code for training and for decoding. Lengths become a keep matrix once for all layers,
+because every attention call looks at the values of lengths to check them.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class GrowingCache(AttentionCache):
         elif new != 1:
             raise ValueError(f"GrowingCache: rows of different lengths grow by 1 position at once, got {new}")
         else:
-            self._mask = Mask.lengths(self.lengths + 1)
+            columns = torch.arange(self.length + 1, device=self.lengths.device)
+            self._mask = Mask.keep((columns <= self.lengths.unsqueeze(1))[:, None, None, :])
             self._rows = torch.arange(self.lengths.shape[0], device=self.lengths.device)
 
     def advance(self) -> None:
@@ -156,6 +158,8 @@ class MemoryCache(AttentionCache):
             q, k, v = attention._project(query, memory, memory)
             k, v = (attention._heads(t, 1).contiguous() for t in (k, v))
             self._kept[id(attention)] = kept = k, v
+            if self.mask is not None and self.mask.key_lengths is not None:
+                self.mask = Mask.keep(self.mask.dense(k.shape[0], 1, 1, k.shape[2]))
         else:
             q = attention._project_query(query)
         rows = kept[0].shape[0]
