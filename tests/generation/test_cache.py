@@ -10,7 +10,7 @@ import tfm_kernels as tfk
 from tests.models.peers import VT, V, inputs, small
 from tests.patching.models import transformers
 from tfm_kernels.generation.decoder import CachedDecoder
-from tfm_kernels.nn.cache import GrowingCache, Reserved
+from tfm_kernels.nn.cache import GrowingCache, Reserved, moves
 
 NEW = 9
 CHANGES = [
@@ -149,7 +149,7 @@ def test_reserved_memory_grows_reorders_and_expands():
     all_k, all_v = kept.write(*more, 4)
     assert torch.equal(all_k, torch.cat([k, more[0]], 2)) and torch.equal(all_v, torch.cat([v, more[1]], 2))
     before = all_k.clone()
-    kept.reorder(torch.tensor([2, 1, 1]), 5)
+    kept.copy_rows(*moves(torch.tensor([2, 1, 1])), 5)
     assert torch.equal(kept.first(5)[0], before[[2, 1, 1]])
     kept.expand(2)
     assert torch.equal(kept.first(5)[0], before[[2, 2, 1, 1, 1, 1]])

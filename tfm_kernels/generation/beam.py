@@ -43,11 +43,13 @@ def beam_search(
     best_length = torch.zeros(batch, dtype=torch.int64, device=device)
     stop = torch.zeros(vocab, dtype=torch.bool, device=device)
     stop[stops] = True
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     ranks = min((1 + len(stops)) * beams, beams * vocab)  # so many that beams of them do not end
     for length in range(1, steps + 1):
-        sums_next = sums.unsqueeze(2) + scores.double().log_softmax(-1).view(batch, beams, vocab)
-        ranked, place = sums_next.flatten(1).topk(ranks, sorted=True)
+        gains = scores.to(wide).log_softmax(-1).view(batch, beams * vocab)
+        place = (sums.to(wide).repeat_interleave(vocab, 1) + gains).topk(ranks, sorted=True).indices
         beam, token = place // vocab, place % vocab
+        ranked = sums.gather(1, beam) + gains.gather(1, place)
         ends = stop[token]
         finished = ends if length < steps else torch.ones_like(ends)
         values = (ranked / length**length_penalty).masked_fill(~finished, -torch.inf)[:, :beams]
@@ -64,7 +66,7 @@ def beam_search(
         beam, token = beam.gather(1, rank), token.gather(1, rank)
         prefixes = torch.cat([prefixes.gather(1, _along(beam, prefixes)), token.unsqueeze(2)], 2)
         longest = steps if length_penalty > 0 else length + 1  # the length at which a sum is worth most
-        if bool((best >= sums[:, 0] / longest**length_penalty).all()):
+        if bool((best >= sums.amax(1) / longest**length_penalty).all()):
             break
         decoder.reorder((first_row + beam).flatten())
         scores = decoder.step(token.flatten())

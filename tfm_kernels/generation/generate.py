@@ -52,8 +52,9 @@ def generate(
     Args:
         model: a ``CausalLanguageModel``, a ``TranslationTransformer``, or a transformers model that generates, patched
             or not.
-        ids: (B, T) int64 or int32. Rows may hold padding anywhere, which is taken out: pad_id of our models'
-            configurations, pad_token_id of transformers' ones; where that is None nothing is padding.
+        ids: (B, T) int64 or int32. Rows may hold padding anywhere, which is taken out of prompts and hidden in
+            sources: pad_id of our models' configurations, pad_token_id of transformers' ones; where that is None
+            nothing is padding.
         max_new_tokens: how many tokens to add at most, at least 1.
         bos_id: the token that targets begin with; only for encoder-decoder models, where transformers' configurations
             have a default, decoder_start_token_id.
@@ -74,7 +75,7 @@ def generate(
         TypeError, ValueError: an argument is wrong, or does not go with another one or with the model.
 
     Numerics: with a cache a step computes for its new tokens what the full forward computes for them, to rounding.
-        Probabilities in float32, the sums of beam search in float64.
+        Probabilities in float32 (float64 for float64), the sums of beam search in float64.
     Cost: with a cache, one position of the stack per token and row, plus reading the keys and values so far. Memory
         2 * layers * rows * (T + max_new_tokens) * d_model numbers, reserved once; beams share the keys and values of
         their source sentence.

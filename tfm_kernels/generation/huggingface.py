@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.cache import Reserved
+from ..nn.cache import Reserved, moves
 
 _NAME = "generate"
 
@@ -166,7 +166,7 @@ def _layer_class(library: Any) -> type:
             self._look(self.get_seq_length())
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
-            self.reserved.reorder(beam_idx, self.get_seq_length())
+            self.reserved.copy_rows(*moves(beam_idx), self.get_seq_length())
             self._look(self.get_seq_length())
 
         def _look(self, length: int) -> None:

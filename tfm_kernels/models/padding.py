@@ -56,7 +56,8 @@ def padding(ids: Tensor, pad_id: int | None) -> Padding:
 
 def readable(ids: Tensor) -> bool:
     """Whether a tensor's values may be looked at: in host memory, and no graph is being made."""
-    return type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    making = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return type(ids) is Tensor and ids.device.type == "cpu" and not making
 
 
 def check_ids(op: str, name: str, ids: Tensor, vocab: int, max_length: int) -> None:

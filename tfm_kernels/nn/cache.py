@@ -59,12 +59,16 @@ class Reserved:
         """Every row becomes ``times`` rows, one behind the other."""
         self._stores = [t.repeat_interleave(times, 0) for t in self._stores]
 
-    def reorder(self, index: Tensor, length: int) -> None:
-        """Row i gets the first ``length`` positions of row ``index``[i]; rows that stay are not touched."""
-        moved = (index != torch.arange(index.shape[0], device=index.device)).nonzero().squeeze(1)
-        source = index[moved]
-        for store in self._stores if moved.numel() else ():
-            store[moved, :, :length] = store[source, :, :length]
+    def copy_rows(self, source: Tensor, to: Tensor, length: int) -> None:
+        """Row ``to``[i] gets the first ``length`` positions that row ``source``[i] has now."""
+        for store in self._stores if to.numel() else ():
+            store[to, :, :length] = store[source, :, :length]
+
+
+def moves(index: Tensor) -> tuple[Tensor, Tensor]:
+    """(source, to): which rows have to be copied where, so that row i becomes row ``index``[i]; many stay."""
+    to = (index != torch.arange(index.shape[0], device=index.device)).nonzero().squeeze(1)
+    return index[to], to
 
 
 class GrowingCache(AttentionCache):
@@ -132,8 +136,9 @@ class GrowingCache(AttentionCache):
 
     def reorder(self, index: Tensor) -> None:
         """Row i becomes what row ``index``[i] was."""
+        source, to = moves(index)
         for kept in self._kept.values():
-            kept.reorder(index, self.length)
+            kept.copy_rows(source, to, self.length)
         if self.lengths is not None:
             self.lengths = self.lengths[index]
 
