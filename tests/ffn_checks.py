@@ -1,17 +1,20 @@
 """What every compiled backend of ffn has to show beside the numeric contract; each check names its backend."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfm_kernels as tfk
 from tests.cases import CASES
+from tests.fences import fenced
 from tfm_kernels import dropout
 from tfm_kernels.ops.ffn import BWD, FWD
-from tfm_kernels.testing import exact, invariance
+from tfm_kernels.testing import assert_contract, exact, invariance
 from tfm_kernels.testing.derivative import assert_opcheck
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = torch.tensor(2**40 + 20261121)
 FFN = [case for case in CASES if case.op == "ffn" and case.levels["dtype"] != "f64"]
+FAR = 2**31 + 4096  # elements between two rows, sixteen times
 PROBABILITIES = (2.0**-33, 0.1, 0.9999, 1.0)
 # (rows, width, hidden, out) with nothing somewhere
 NOTHING = ((0, 4, 5, 6), (4, 0, 5, 6), (4, 3, 0, 6), (4, 3, 5, 0), (0, 0, 0, 0))
@@ -99,6 +102,54 @@ def opcheck(backend, gated):
     """torch.library.opcheck of both operators."""
     checked = assert_opcheck("ffn", block(9, 20, 33, 12, gated=gated), backend)
     assert checked == [f"tfm_kernels::ffn_fwd_{backend}", f"tfm_kernels::ffn_bwd_{backend}"]
+
+
+def traced_for_a_gpu_that_is_not_there(backend):
+    """Without gradients: torch's autograd ends the process where a CPU build meets a CUDA device."""
+
+    def step(x, w1, w2, gate):
+        seed = torch.full((), 3, device=x.device)
+        options = {"activation": "silu", "gate": gate, "dropout_p": 0.1, "seed": seed, "backend": backend}
+        return tfk.ops.ffn(x, w1, None, w2, None, **options) * 2
+
+    with FakeTensorMode():
+        shapes = (2, 3, 16), (24, 16), (8, 24), (24, 16)
+        x, w1, w2, gate = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        y = torch.compile(step, fullgraph=True, backend="eager")(x, w1, w2, gate)
+        assert y.device.type == "cuda" and y.shape == (2, 3, 8) and y.dtype == torch.bfloat16
+        rows, dy, preact = x.view(6, 16), y.view(6, 8), x.new_empty(6, 48)
+        found = BWD[backend](dy, rows, w1, None, w2, gate, preact, 3, 0.0, None, None, *(True,) * 5, False)
+        assert [t.shape for t in found] == [(6, 16), (24, 16), (24,), (8, 24), (8,), (0,)]
+        assert {t.device.type for t in found} == {"cuda"}
+
+
+def no_byte_outside(backend, sizes, save, dtype):
+    """Every argument ends at a protected page; the contract judges what is read of it."""
+    given = block(*sizes, dtype, gated=True) | {"dropout_rows": torch.arange(sizes[0]) * 3, "recompute": not save}
+    given = {name: fenced(t) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    assert_contract("ffn", given, backend, douts={"y": fenced(randn(sizes[0], sizes[3], dtype=dtype, seed=9))})
+
+
+def apart(space, t):
+    """``t``, 17 rows: the last lies FAR elements behind the first, and in the second step of a sum over rows."""
+    return space.as_strided((17, t.shape[1]), (FAR // 16, 1)).copy_(t)
+
+
+def arguments_with_far_rows(backend, name, space):
+    """Forward, and backward with and without preact: each argument is read by rows and by columns."""
+    shapes = {"x": (17, 24), "w1": (17, 24), "w2": (17, 17), "gate": (17, 24), "dy": (17, 17)}
+    given = {name: randn(*s, seed=i) for i, (name, s) in enumerate(shapes.items())}
+    _, preact = FWD["cpu"](given["x"], given["w1"], None, given["w2"], None, given["gate"], 1, 0.0, None, None, True)
+
+    def run(x, w1, w2, gate, dy):
+        results = [FWD[backend](x, w1, None, w2, None, gate, 1, 0.0, None, None, True)[0]]
+        for residual in (preact, preact.new_empty(0)):
+            needs = (True, True, False, True, True, True)
+            results += BWD[backend](dy, x, w1, None, w2, gate, residual, 1, 0.0, None, None, *needs)
+        return results
+
+    for a, b in zip(run(**given | {name: apart(space, given[name])}), run(**given), strict=True):
+        assert torch.equal(a, b)
 
 
 X, W1, W2 = randn(3, 4), randn(5, 4), randn(4, 5)

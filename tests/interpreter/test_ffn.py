@@ -119,6 +119,10 @@ def test_opcheck(gated):
     checks.opcheck("triton", gated)
 
 
+def test_traced_for_a_gpu_that_is_not_there():
+    checks.traced_for_a_gpu_that_is_not_there("triton")
+
+
 @pytest.mark.parametrize("words", REFUSED)
 def test_the_operators_themselves_refuse_what_would_read_outside(words):
     with pytest.raises(ValueError, match=f"ffn_[fb]wd_triton: {words}"):

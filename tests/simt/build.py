@@ -4,6 +4,7 @@ Ninja compiles again only what changed. A build may be of patched sources (tests
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -74,14 +75,27 @@ def build(sanitized=False, patched=None):
     shutil.copytree(ROOT / "csrc" / "cuda", folder / "cuda")
     for file, text in files.items():
         (folder / "cuda" / file).write_text(text)
-    kept, objects = [base / "simt.o"], [_engine(folder / "cuda")]
+    kept, objects = [base / "simt.o"], []
     for source in sources():
         kept.append(base / f"{source.stem}.bind.o")
-        if source.name in files or any(not file.endswith(".cu") for file in files):
-            objects.append((f"{source.stem}.kernel.o", f"kernel {folder / 'cuda' / source.name}"))
+    for source in (*sources(), ENGINE):
+        path = source if source == ENGINE else folder / "cuda" / source.name
+        if files.keys() & _parts(source):
+            objects.append((f"{source.stem}.kernel.o", f"kernel {path}\n  where = -I{folder / 'cuda'}"))
         else:
             kept.append(base / f"{source.stem}.kernel.o")
     return _ninja(folder, graph, objects, kept)
+
+
+def _parts(source):
+    """Names of the files of csrc/cuda that a source is made of."""
+    found, names = set(), [source.name]
+    while names:
+        path = ROOT / "csrc" / "cuda" / names.pop()
+        text = source.read_text() if path.name == source.name else path.read_text() if path.exists() else ""
+        found.add(path.name)
+        names += set(re.findall(r'#include "([\w.]+)"', text)) - found
+    return found
 
 
 def _engine(cuda):

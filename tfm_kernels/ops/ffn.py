@@ -40,9 +40,7 @@ def _gpu_support(call: Call) -> str | None:
 
 
 def _triton(call: Call) -> str | None:
-    return (
-        _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("ffn_fwd", "triton")
-    )
+    return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("ffn_fwd", "triton")
 
 
 def _cuda(call: Call) -> str | None:
