@@ -79,8 +79,9 @@ __device__ inline void copy_lines(T* tile, int left, bool packed, const Line& li
     const int number = i * Tiles::kThreads + static_cast<int>(threadIdx.x);
     const int l = number / kPacks, column = number % kPacks * kLanes<T>;
     const T* start = line(l);
-    copy_pack(tile + l * kTileStride<T, kWidth> + column, start + column,
-              start == nullptr ? 0 : left - column, packed && start != nullptr);
+    const bool there = start != nullptr;
+    copy_pack(tile + l * kTileStride<T, kWidth> + column, there ? start + column : nullptr,
+              there ? left - column : 0, packed && there);
   }
 }
 

@@ -61,7 +61,7 @@ def _demangle(names):
     plain = {}
     for name, words in zip(names, done.stdout.splitlines(), strict=True):
         words = re.sub(r"tfm_kernels::|\(anonymous namespace\)::|^void ", "", words)
-        plain[name] = re.sub(r"\(\w+\)(?=\d|true|false)", "", words.split("(Layer")[0])
+        plain[name] = re.sub(r"\(\w+\)(?=\d|true|false)", "", re.sub(r"\(\w+\)$", "", words))
     return plain
 
 

@@ -12,17 +12,50 @@ REGISTERS = 65536  # of a multiprocessor
 COMMITTED = cuda_table.load()["kernels"]
 
 
+SHARED = 164 << 10  # bytes of a multiprocessor of sm_80, of which a block costs 1 KiB more than it asks for
+
+
+def norm(name):
+    """Threads of a block, blocks of a multiprocessor, bytes of shared memory: as the norms plan them."""
+    launch = re.search(r"Group, \d+, (\d+)(?:, (\d+))?, (?:true|false)>", name)
+    return int(launch[1]), int(launch[2] or 1), 0
+
+
+def tiles(name):
+    """The same of csrc/cuda/gemm.cuh's tiles."""
+    element, left, right, fragments, warps = re.search(r"Tiling<(\w+), (\d), (\d), (\d), (\d)>", name).groups()
+    size, threads = 4 if element == "float" else 2, 64 * int(warps)
+    sides = 32 * int(fragments), 32 * int(warps)
+    stage = sum(
+        (64 // size) * (side * size + 16) if lie == "1" else side * (64 + 16)
+        for lie, side in zip((left, right), sides, strict=True)
+    )
+    return threads, 1024 // size // threads, 3 * stage
+
+
 def fits(name, found):
     """No byte of stack; registers for as many blocks as the launch plans; only counters are added to atomically."""
     assert found["stack"] == found["local"] == 0, f"{name} has a stack: {found}"
     assert not any(key.startswith(("LDL", "STL")) for key in found), f"{name} spills: {found}"
-    assert found["LDG.E.128"] > 0 and found["STG.E.128"] > 0, f"{name} moves less than 16 bytes at a time: {found}"
     atomics = {key for key in found if key.startswith(("ATOM", "RED"))}
-    assert atomics <= {"ATOMG.E.ADD.STRONG.GPU"}, f"{name} is not deterministic: {found}"
-    launch = re.search(r"Group, \d+, (\d+)(?:, (\d+))?, (?:true|false)>", name)
-    threads, blocks = int(launch[1]), int(launch[2] or 1)
+    threads, blocks, shared = 256, 4, 0
+    if "layer_norm" in name:
+        threads, blocks, shared = norm(name)
+        assert found["LDG.E.128"] > 0 and found["STG.E.128"] > 0, f"{name} moves less than 16 bytes at a time: {found}"
+        atomics -= {"ATOMG.E.ADD.STRONG.GPU"}
+    elif "Tiling" in name:
+        threads, blocks, shared = tiles(name)
+        copies = [key for key in found if key.startswith("LDGSTS")]
+        assert copies and all(".128" in key for key in copies), f"{name} copies less than 16 bytes at a time: {found}"
+        assert found["STG.E.128"] > 0, f"{name} stores less than 16 bytes at a time: {found}"
+        tensor_cores = any(key.startswith("HMMA.16816.F32") for key in found)
+        assert tensor_cores != ("<float" in name), f"{name}: 16-bit types are for the tensor cores, float32 is not"
+    else:
+        assert "sum_rows_kernel" in name, f"{name}: nobody says what it must have"
+    assert not atomics, f"{name} is not deterministic: {found}"
     rounded = -(-found["registers"] // 8) * 8  # as they are handed out
     assert rounded * threads * blocks <= REGISTERS, f"{name}: {blocks} blocks of {threads} threads do not fit: {found}"
+    assert (shared + 1024) * blocks <= SHARED, f"{name}: {blocks} blocks of {shared} bytes do not fit"
 
 
 @pytest.mark.parametrize("name", COMMITTED)
@@ -31,9 +64,12 @@ def test_the_committed_kernels_fit(name):
 
 
 def test_the_table_is_complete():
-    """Both directions in three types and four shapes for each architecture."""
-    assert len(COMMITTED) == 2 * 3 * 4 * len(cuda_table.ARCHITECTURES)
-    assert all(any(name.startswith(f"sm_{arch}") for name in COMMITTED) for arch in ("80", "90"))
+    """For each architecture: the norms in three types and four shapes, both ways; ffn in three types and two tiles, a
+    kernel each way and three forms of products; sums over rows of three types into three."""
+    counts = {"layer_norm": 2 * 3 * 4, "ffn": 2 * 3 * 2, "gemm": 3 * 3 * 2, "sum_rows": 3 * 3}
+    for arch in ("80", "90"):
+        for stem, count in counts.items():
+            assert sum(name.startswith(f"sm_{arch} {stem}") for name in COMMITTED) == count, stem
 
 
 @needs_build

@@ -11,12 +11,12 @@ import sys
 
 from tests.simt.build import ROOT, build
 
-EVERY = 3  # of the contract's cases
+EVERY = {"norm": 3, "ffn": 6}  # of the contract's cases
 SHAPES = ((5, 512), (5, 520), (3, 1023), (7, 1024), (3, 1025), (2, 2056), (2, 8193), (2, 16392))
 
 
 def watched(path) -> None:
-    """Every third case of the contract list, every launch, and a word about how many."""
+    """Some cases of the contract list, every launch, and a word about how many."""
     import torch
 
     from tests.cases import CASES, run_case
@@ -25,8 +25,10 @@ def watched(path) -> None:
 
     simt, count = Simt(path), 0
     answer_for_cpu_tensors(dict.__setitem__)
-    cases = [case for case in CASES if "norm" in case.op and case.levels["dtype"] != "f64"]
-    for count, case in enumerate(cases[::EVERY], 1):
+    cases = []
+    for family, every in EVERY.items():
+        cases += [case for case in CASES if family in case.op and case.levels["dtype"] != "f64"][::every]
+    for count, case in enumerate(cases, 1):
         simt.configure(seed=count, multiprocessors=1 + count % 3, resident=1 + count % 4)
         run_case(case, "cuda")
     for rows, width in SHAPES:

@@ -2,17 +2,28 @@
 
 import pytest
 
-from bench.gpu import build
+from bench.gpu import build, ffn
 from bench.gpu.layer_norm import CUDA
 from tests import bench_gpu_checks as checks
 from tfm_kernels import _library
 
 SMALL = checks.small(CUDA, "x63 ", "x1024 ", rows=9)
 
+BLOCKS = checks.small(ffn.CUDA, " 70 ")
+
 
 @pytest.mark.parametrize("name", SMALL)
 def test_guards_and_repeats(name):
     checks.guards_and_repeats(CUDA, *SMALL[name])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_guards_and_repeats_of_ffn(name):
+    checks.guards_and_repeats(ffn.CUDA, *BLOCKS[name])
+
+
+def test_contract_items_of_ffn(tmp_path):
+    checks.contract_items(ffn.CUDA, tmp_path, "-70-e=16-f=24-", "masks of 7 features, p = 0.5", count=2)
 
 
 def test_contract_items(tmp_path):
