@@ -4,12 +4,22 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tests import ffn_checks as checks
 from tests.cases import report_case
-from tests.ffn_checks import DTYPES, FFN, NOTHING, PROBABILITIES, REFUSED, block, randn
+from tests.ffn_semantics import *  # noqa: F403  (the tests that every backend has)
+from tests.ffn_semantics import DTYPES, FFN, block, every_level, randn
 from tfm_kernels import _library
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.triton import _gemm, _launch, ffn_bwd, ffn_fwd
+
+
+@pytest.fixture
+def backend():
+    return "triton"
+
+
+@pytest.fixture
+def refusal():
+    return ValueError
 
 
 def steps(case):
@@ -35,7 +45,7 @@ def test_contract(case):
 def test_there_are_enough_cases():
     quick = [case for case in FFN if not marked(case).marks]
     assert len(quick) >= 150 and len(FFN) >= 260
-    checks.every_level(quick)
+    every_level(quick)
 
 
 @pytest.fixture
@@ -86,47 +96,6 @@ def test_cut_sums(dtype, launches, monkeypatch):
 def test_sums_over_many_rows():
     """db2 by several programs, whose sums are added by a second launch."""
     assert_contract("ffn", block(1100, 8, 8, 8, torch.bfloat16), "triton")
-
-
-def test_small_integers_are_exact():
-    checks.small_integers_are_exact("triton")
-
-
-@pytest.mark.parametrize("hidden", [7, 64, 130])
-@pytest.mark.parametrize("p", PROBABILITIES)
-def test_dropout_masks_are_those_of_the_other_backends(hidden, p):
-    checks.dropout_masks("triton", hidden, p)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_views_give_the_bits_of_contiguous_tensors(dtype):
-    checks.views("triton", dtype)
-
-
-@pytest.mark.parametrize("sizes", NOTHING)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_nothing_of_something(sizes, recompute):
-    checks.nothing_of_something("triton", sizes, recompute)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_any_subset_of_gradients(gated):
-    checks.any_subset_of_gradients("triton", gated)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_opcheck(gated):
-    checks.opcheck("triton", gated)
-
-
-def test_traced_for_a_gpu_that_is_not_there():
-    checks.traced_for_a_gpu_that_is_not_there("triton")
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_the_operators_themselves_refuse_what_would_read_outside(words):
-    with pytest.raises(ValueError, match=f"ffn_[fb]wd_triton: {words}"):
-        REFUSED[words]("triton")
 
 
 def test_what_it_cannot_run():

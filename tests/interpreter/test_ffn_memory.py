@@ -5,9 +5,9 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from tests import ffn_checks as checks
+from tests import ffn_semantics as semantics
 from tests.fences import fenced, huge
-from tests.ffn_checks import FAR, apart, randn
+from tests.ffn_semantics import FAR, apart, randn
 from tfm_kernels.triton import _gemm, _sums, ffn_bwd, ffn_fwd
 
 
@@ -19,7 +19,7 @@ def test_no_byte_outside(sizes, save, dtype, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: fenced(empty(*args, **kwargs)))
     monkeypatch.setattr(_gemm, "LEAST_K", 16)
-    checks.no_byte_outside("triton", sizes, save, dtype)
+    semantics.assert_no_byte_outside("triton", sizes, save, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def space(spaces):
 
 @pytest.mark.parametrize("name", ["x", "w1", "w2", "gate", "dy"])
 def test_arguments_with_far_rows(space, name):
-    checks.arguments_with_far_rows("triton", name, space)
+    semantics.assert_far_rows_arrive("triton", name, space)
 
 
 def run_program(monkeypatch, kernel, programs, **arguments):

@@ -4,14 +4,24 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tests import layer_norm_checks as checks
 from tests.cases import report_case
-from tests.layer_norm_checks import DTYPES, NORMS, OPS, PROBABILITIES, REFUSED, X, calls
+from tests.layer_norm_semantics import *  # noqa: F403  (the tests that every backend has)
+from tests.layer_norm_semantics import DTYPES, NORMS, OPS, X, calls
 from tfm_kernels import _library
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.triton import layer_norm_bwd, layer_norm_fwd
 
 FIRST = 120  # all pairs have come several times by then
+
+
+@pytest.fixture
+def backend():
+    return "triton"
+
+
+@pytest.fixture
+def refusal():
+    return ValueError
 
 
 def elements(case):
@@ -52,41 +62,6 @@ def test_walks_and_shared_rows(block_n, width, dtype, monkeypatch):
 def test_rows_longer_than_registers(width, dtype):
     for op, inputs in calls(width, dtype, rows=2):
         assert_contract(op, inputs, "triton")
-
-
-@pytest.mark.parametrize("width", [7, 64, 130])
-@pytest.mark.parametrize("p", PROBABILITIES)
-def test_dropout_masks_are_those_of_the_other_backends(width, p):
-    checks.dropout_masks("triton", width, p)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_views_give_the_bits_of_contiguous_tensors(op, dtype):
-    checks.views("triton", op, dtype)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_opcheck(op):
-    checks.opcheck("triton", op)
-
-
-def test_compiled():
-    checks.compiled("triton")
-
-
-def test_traced_for_a_gpu_that_is_not_there():
-    checks.traced_for_a_gpu_that_is_not_there("triton")
-
-
-def test_backward_of_another_backend():
-    checks.backward_of_another("triton")
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_the_operators_themselves_refuse_what_would_read_outside(words):
-    with pytest.raises(ValueError, match="layer_norm_[fb]wd_triton: "):
-        REFUSED[words]("triton")
 
 
 def test_float64_is_refused_in_words():

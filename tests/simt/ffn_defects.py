@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from tests import ffn_checks as checks
+from tests import ffn_semantics as semantics
 from tests.fences import fenced, huge
 from tests.simt.defects import defect, main
 from tfm_kernels.testing import assert_contract
@@ -87,7 +87,7 @@ def trial(simt):
     ]  # fmt: skip
     simt.configure(1, multiprocessors=2, resident=2)
     for sizes, dtype, gated, activation in calls:
-        given = checks.block(*sizes, dtype, gated) | {"activation": activation}
+        given = semantics.block(*sizes, dtype, gated) | {"activation": activation}
         given = {name: fenced(t) if isinstance(t, torch.Tensor) and t.dim() else t for name, t in given.items()}
         assert_contract("ffn", given, "cuda")
         first = run("ffn", given, "cuda")
@@ -97,8 +97,8 @@ def trial(simt):
             assert torch.equal(again.outputs["y"], first.outputs["y"]), f"{sizes}: seed {seed} differs"
             for name, t in first.grads.items():
                 assert torch.equal(again.grads[name], t), f"{sizes} d{name}: seed {seed} differs"
-    checks.dropout_masks("cuda", 7, 0.1)
-    checks.arguments_with_far_rows("cuda", "x", huge(checks.FAR + 2**17, torch.float32))
+    semantics.test_dropout_masks_are_those_of_the_other_backends("cuda", 7, 0.1)
+    semantics.assert_far_rows_arrive("cuda", "x", huge(semantics.FAR + 2**17, torch.float32))
 
 
 if __name__ == "__main__":

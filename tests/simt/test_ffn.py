@@ -4,11 +4,21 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tests import ffn_checks as checks
 from tests.cases import report_case
-from tests.ffn_checks import DTYPES, FFN, NOTHING, PROBABILITIES, REFUSED, block, randn
+from tests.ffn_semantics import *  # noqa: F403  (the tests that every backend has)
+from tests.ffn_semantics import DTYPES, FFN, block, every_level, randn
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.testing.contract import run
+
+
+@pytest.fixture
+def backend():
+    return "cuda"
+
+
+@pytest.fixture
+def refusal():
+    return RuntimeError
 
 
 def marked(case):
@@ -28,7 +38,7 @@ def test_contract(case, simt):
 def test_there_are_enough_cases():
     quick = [case for case in FFN if not marked(case).marks]
     assert len(quick) >= 240 and len(FFN) >= 260
-    checks.every_level(quick)
+    every_level(quick)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -55,47 +65,6 @@ def test_cut_sums(dtype, simt):
     assert_contract("ffn", given, "cuda")
     every = 2 + (1 + 1) + 3 * 2 + 1 + 2  # y; dh, dx; three weights in parts; db1, db2 in runs
     assert (simt.launches() - before) % every == 0
-
-
-def test_small_integers_are_exact():
-    checks.small_integers_are_exact("cuda")
-
-
-@pytest.mark.parametrize("hidden", [7, 64, 130])
-@pytest.mark.parametrize("p", PROBABILITIES)
-def test_dropout_masks_are_those_of_the_other_backends(hidden, p):
-    checks.dropout_masks("cuda", hidden, p)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_views_give_the_bits_of_contiguous_tensors(dtype):
-    checks.views("cuda", dtype)
-
-
-@pytest.mark.parametrize("sizes", NOTHING)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_nothing_of_something(sizes, recompute):
-    checks.nothing_of_something("cuda", sizes, recompute)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_any_subset_of_gradients(gated):
-    checks.any_subset_of_gradients("cuda", gated)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_opcheck(gated):
-    checks.opcheck("cuda", gated)
-
-
-def test_traced_for_a_gpu_that_is_not_there():
-    checks.traced_for_a_gpu_that_is_not_there("cuda")
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_the_operators_themselves_refuse_what_would_read_outside(words):
-    with pytest.raises(RuntimeError, match=f"ffn_[fb]wd_cuda: {words.split()[0]} (must|has)"):
-        REFUSED[words]("cuda")
 
 
 def test_float64_is_refused_in_words():

@@ -6,9 +6,9 @@ What the kernels write (results, partial sums) lies between protected pages in e
 import pytest
 import torch
 
-from tests import ffn_checks as checks
+from tests import ffn_semantics as semantics
 from tests.fences import huge
-from tests.ffn_checks import FAR, block
+from tests.ffn_semantics import FAR, block
 from tfm_kernels.testing.contract import run
 
 
@@ -16,12 +16,12 @@ from tfm_kernels.testing.contract import run
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (65, 9, 67, 5), (33, 40, 72, 16), (70, 64, 130, 128)], ids=str)
 def test_no_byte_outside(sizes, save, dtype):
-    checks.no_byte_outside("cuda", sizes, save, dtype)
+    semantics.assert_no_byte_outside("cuda", sizes, save, dtype)
 
 
 @pytest.mark.parametrize("sizes", [(1040, 8, 9, 7), (1040, 16, 8, 8)], ids=str)
 def test_no_byte_outside_of_cut_sums(sizes):
-    checks.no_byte_outside("cuda", sizes, True, torch.float32)
+    semantics.assert_no_byte_outside("cuda", sizes, True, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def space():
 
 @pytest.mark.parametrize("name", ["x", "w1", "w2", "gate", "dy"])
 def test_arguments_with_far_rows(space, name):
-    checks.arguments_with_far_rows("cuda", name, space)
+    semantics.assert_far_rows_arrive("cuda", name, space)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

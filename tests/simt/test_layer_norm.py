@@ -4,12 +4,32 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tests import layer_norm_checks as checks
 from tests.cases import report_case
-from tests.layer_norm_checks import DTYPES, NORMS, OPS, PROBABILITIES, REFUSED, X, calls, randn
+from tests.layer_norm_semantics import *  # noqa: F403  (the tests that every backend has)
+from tests.layer_norm_semantics import (
+    DTYPES,
+    NORMS,
+    OPS,
+    PROBABILITIES,
+    X,
+    calls,
+    forward,
+    randn,
+    test_dropout_masks_are_those_of_the_other_backends,
+)
 from tfm_kernels.testing import assert_contract
 
 FIRST = 150  # all pairs have come several times by then
+
+
+@pytest.fixture
+def backend():
+    return "cuda"
+
+
+@pytest.fixture
+def refusal():
+    return RuntimeError
 
 
 def marked(index, case):
@@ -58,42 +78,14 @@ def test_mixed_types(width, x, residual):
     assert_contract("add_layer_norm", {**inputs, "weight": randn(width, seed=2)}, "cuda")
 
 
-@pytest.mark.parametrize("width", [7, 64, 130, 1030])
 @pytest.mark.parametrize("p", PROBABILITIES)
-def test_dropout_masks_are_those_of_the_other_backends(width, p):
-    checks.dropout_masks("cuda", width, p)
+def test_dropout_masks_of_blocks(p):
+    test_dropout_masks_are_those_of_the_other_backends("cuda", 1030, p)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_views_give_the_bits_of_contiguous_tensors(op, dtype):
-    checks.views("cuda", op, dtype)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_opcheck(op):
-    checks.opcheck("cuda", op)
-
-
-def test_compiled():
-    checks.compiled("cuda")
-
-
-def test_traced_for_a_gpu_that_is_not_there():
-    checks.traced_for_a_gpu_that_is_not_there("cuda")
-
-
-def test_backward_of_another_backend():
-    checks.backward_of_another("cuda")
-
-
-REFUSES = REFUSED | {"weight must be BFloat16, got Half": checks.forward(X.bfloat16(), weight=torch.ones(8).half())}
-
-
-@pytest.mark.parametrize("words", REFUSES)
-def test_the_operators_themselves_refuse_what_would_read_outside(words):
-    with pytest.raises(RuntimeError, match=f"layer_norm_[fb]wd_cuda: .*{words}"):
-        REFUSES[words]("cuda")
+def test_a_weight_of_another_16_bit_type_is_refused():
+    with pytest.raises(RuntimeError, match="layer_norm_fwd_cuda: .*weight must be BFloat16, got Half"):
+        forward(X.bfloat16(), weight=torch.ones(8).half())("cuda")
 
 
 def test_float64_is_refused_in_words():

@@ -1,5 +1,9 @@
-"""What every compiled backend of ffn has to show beside the numeric contract; each check names its backend."""
+"""What ffn's GPU kernels have to do wherever they run: imported by the tests of each backend, which say which.
 
+A module that imports these tests has a fixture ``backend``; those that refuse calls also ``refusal``.
+"""
+
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -41,13 +45,15 @@ def block(rows, width, hidden, out, dtype=torch.float32, gated=False):
     return given | ({"gate": randn(hidden, width, dtype=dtype, seed=5, scale=spread)} if gated else {})
 
 
-def small_integers_are_exact(backend):
+def test_small_integers_are_exact(backend):
     """Tolerance 0."""
     for dtype in DTYPES:
         exact.assert_exact("ffn", exact.integers("ffn", dtype, "cpu", 3), backend, backward=True)
 
 
-def dropout_masks(backend, hidden, p):
+@pytest.mark.parametrize("hidden", [7, 64, 130])
+@pytest.mark.parametrize("p", PROBABILITIES)
+def test_dropout_masks_are_those_of_the_other_backends(backend, hidden, p):
     """Everything is 1 up to the hidden activation, and what is behind it is the identity."""
     rows = torch.cat([torch.arange(69), torch.tensor([2**33 + 7])])
     keep = dropout.keep_mask(SEED, p, rows, hidden)
@@ -64,12 +70,15 @@ def dropout_masks(backend, hidden, p):
         assert all(torch.equal(mask, keep) for mask in masks(name)), name
 
 
-def views(backend, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views_give_the_bits_of_contiguous_tensors(backend, dtype):
     """Views give the bits of contiguous tensors."""
     invariance.assert_view_equals_contiguous("ffn", block(9, 40, 24, 16, dtype, gated=True), backend)
 
 
-def nothing_of_something(backend, sizes, recompute):
+@pytest.mark.parametrize("sizes", NOTHING)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_nothing_of_something(backend, sizes, recompute):
     """Sums over nothing are 0, and so are their gradients: as the reference has it."""
     rows, width, hidden, out = sizes
     shapes = {"x": (rows, width), "w1": (hidden, width), "b1": (hidden,), "w2": (out, hidden), "b2": (out,)}
@@ -83,7 +92,8 @@ def nothing_of_something(backend, sizes, recompute):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def any_subset_of_gradients(backend, gated):
+@pytest.mark.parametrize("gated", [False, True])
+def test_any_subset_of_gradients(backend, gated):
     """What is not asked for changes nothing."""
     given = block(33, 20, 70, 18, gated=gated)
     leaves = [name for name, t in given.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
@@ -98,13 +108,14 @@ def any_subset_of_gradients(backend, gated):
         assert torch.equal(run([name])[name], everything[name]), name
 
 
-def opcheck(backend, gated):
+@pytest.mark.parametrize("gated", [False, True])
+def test_opcheck(backend, gated):
     """torch.library.opcheck of both operators."""
     checked = assert_opcheck("ffn", block(9, 20, 33, 12, gated=gated), backend)
     assert checked == [f"tfm_kernels::ffn_fwd_{backend}", f"tfm_kernels::ffn_bwd_{backend}"]
 
 
-def traced_for_a_gpu_that_is_not_there(backend):
+def test_traced_for_a_gpu_that_is_not_there(backend):
     """Without gradients: torch's autograd ends the process where a CPU build meets a CUDA device."""
 
     def step(x, w1, w2, gate):
@@ -123,7 +134,7 @@ def traced_for_a_gpu_that_is_not_there(backend):
         assert {t.device.type for t in found} == {"cuda"}
 
 
-def no_byte_outside(backend, sizes, save, dtype):
+def assert_no_byte_outside(backend, sizes, save, dtype):
     """Every argument ends at a protected page; the contract judges what is read of it."""
     given = block(*sizes, dtype, gated=True) | {"dropout_rows": torch.arange(sizes[0]) * 3, "recompute": not save}
     given = {name: fenced(t) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
@@ -135,7 +146,7 @@ def apart(space, t):
     return space.as_strided((17, t.shape[1]), (FAR // 16, 1)).copy_(t)
 
 
-def arguments_with_far_rows(backend, name, space):
+def assert_far_rows_arrive(backend, name, space):
     """Forward, and backward with and without preact: each argument is read by rows and by columns."""
     shapes = {"x": (17, 24), "w1": (17, 24), "w2": (17, 17), "gate": (17, 24), "dy": (17, 17)}
     given = {name: randn(*s, seed=i) for i, (name, s) in enumerate(shapes.items())}
@@ -182,3 +193,9 @@ REFUSED = {
     "preact must have shape": _backward(preact=torch.empty(3, 6)),
     "need_gate must be False without a gate": _backward(need_gate=True),
 }
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_the_operators_themselves_refuse_what_would_read_outside(backend, words, refusal):
+    with pytest.raises(refusal, match=f"ffn_[fb]wd_{backend}: {words.split()[0]} (must|has)"):
+        REFUSED[words](backend)

@@ -1,5 +1,9 @@
-"""What every compiled backend of the norms has to show beside the numeric contract; each check names its backend."""
+"""What the norms' GPU kernels have to do wherever they run: imported by the tests of each backend, which say which.
 
+A module that imports these tests has a fixture ``backend``; those that refuse calls also ``refusal``.
+"""
+
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -32,7 +36,9 @@ def calls(width, dtype, rows):
     yield "add_layer_norm", {"x": x, "residual": residual, "weight": w.float(), "dropout_p": 0.3, "seed": SEED}
 
 
-def dropout_masks(backend, width, p):
+@pytest.mark.parametrize("width", [7, 64, 130])
+@pytest.mark.parametrize("p", PROBABILITIES)
+def test_dropout_masks_are_those_of_the_other_backends(backend, width, p):
     """Forward and backward drop what every backend drops, far row numbers too."""
     x, zeros = torch.ones(70, width), torch.zeros(70, width)
     rows = torch.cat([torch.arange(69), torch.tensor([2**33 + 7])])
@@ -50,7 +56,9 @@ def dropout_masks(backend, width, p):
         assert all(torch.equal(mask, keep) for mask in masks(name)), name
 
 
-def views(backend, op, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_views_give_the_bits_of_contiguous_tensors(backend, op, dtype):
     """Views give the bits of contiguous tensors."""
     inputs = {"x": randn(9, 40, dtype=dtype), "weight": randn(40, dtype=dtype, seed=1)}
     if op.startswith("add"):
@@ -58,7 +66,8 @@ def views(backend, op, dtype):
     invariance.assert_view_equals_contiguous(op, inputs, backend)
 
 
-def opcheck(backend, op):
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(backend, op):
     """torch.library.opcheck of both operators."""
     inputs = {"x": randn(9, 36), "weight": randn(36, seed=1)}
     if op.startswith("add"):
@@ -76,7 +85,7 @@ def _step(backend):
     return step
 
 
-def compiled(backend):
+def test_compiled(backend):
     """fullgraph=True, forward and backward; an inductor graph calls the operators as they are."""
     step = _step(backend)
     leaves = randn(4, 16).requires_grad_(), randn(4, 16, seed=1), randn(16, seed=2).requires_grad_()
@@ -88,7 +97,7 @@ def compiled(backend):
     )
 
 
-def traced_for_a_gpu_that_is_not_there(backend):
+def test_traced_for_a_gpu_that_is_not_there(backend):
     """Without gradients: torch's autograd ends the process where a CPU build meets a CUDA device."""
     with FakeTensorMode():
         shapes = (4, 16), (4, 16), (16,)
@@ -101,7 +110,7 @@ def traced_for_a_gpu_that_is_not_there(backend):
         assert dweight.dtype == torch.float32 and dbias.shape == (0,)
 
 
-def backward_of_another(backend):
+def test_backward_of_another_backend(backend):
     """What the forward saves means the same to every backend."""
     x, dy, weight = randn(40, 100), randn(40, 100, seed=1), randn(100, seed=2)
     saved = {name: FWD[name](x, None, weight, None, 1e-5, False, False, 0.0, None, None) for name in ("cpu", backend)}
@@ -140,3 +149,9 @@ REFUSED = {
     "dy has the wrong shape": _backward(dy=X[:2]),
     "mean must be Float": _backward(mean=ROW.double()),
 }
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_the_operators_themselves_refuse_what_would_read_outside(backend, words, refusal):
+    with pytest.raises(refusal, match=f"layer_norm_[fb]wd_{backend}: " + (f".*{words}" if backend == "cuda" else "")):
+        REFUSED[words](backend)
