@@ -15,6 +15,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+ENGINE = HERE / "tile_gemm.cu"  # a kernel of the tests' own, on csrc/cuda/tile.cuh
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 
 RULES = """\
@@ -23,7 +24,7 @@ common = -std=c++20 -g1 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextr
   -I{here}/include {sanitize}
 
 rule kernel
-  command = $cxx -MMD -MF $out.d $common -O1 -DTFM_KERNEL_HALF -x c++ -c $in -o $out
+  command = $cxx -MMD -MF $out.d $common -O1 -DTFM_KERNEL_HALF $where -x c++ -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = simt kernels $in
@@ -62,7 +63,7 @@ def build(sanitized=False, patched=None):
     place = Path(find_spec("torch").submodule_search_locations[0])
     graph = RULES.format(cxx=cxx, here=HERE, torch=place, sanitize=SANITIZE if sanitized else "")
     if patched is None:
-        objects = [("simt.o", f"runtime {HERE / 'simt.cpp'}")]
+        objects = [("simt.o", f"runtime {HERE / 'simt.cpp'}"), _engine(ROOT / "csrc" / "cuda")]
         for source in sources():
             objects += [(f"{source.stem}.bind.o", f"bind {source}"), (f"{source.stem}.kernel.o", f"kernel {source}")]
         return _ninja(base, graph, objects)
@@ -73,7 +74,7 @@ def build(sanitized=False, patched=None):
     shutil.copytree(ROOT / "csrc" / "cuda", folder / "cuda")
     for file, text in files.items():
         (folder / "cuda" / file).write_text(text)
-    kept, objects = [base / "simt.o"], []
+    kept, objects = [base / "simt.o"], [_engine(folder / "cuda")]
     for source in sources():
         kept.append(base / f"{source.stem}.bind.o")
         if source.name in files or any(not file.endswith(".cu") for file in files):
@@ -81,6 +82,11 @@ def build(sanitized=False, patched=None):
         else:
             kept.append(base / f"{source.stem}.kernel.o")
     return _ninja(folder, graph, objects, kept)
+
+
+def _engine(cuda):
+    """(object, how ninja makes it) of ENGINE, with csrc/cuda's headers from a folder."""
+    return f"{ENGINE.stem}.kernel.o", f"kernel {ENGINE}\n  where = -I{cuda}"
 
 
 def _ninja(folder, graph, objects, kept=()):

@@ -30,6 +30,12 @@ class Simt:
         """
         self._library.simt_configure(ctypes.c_uint64(seed), multiprocessors, resident)
 
+    def function(self, name, result):
+        """A C function of the library; ``result`` is the type that it returns."""
+        found = getattr(self._library, name)
+        found.restype = result
+        return found
+
     def launches(self):
         """Kernels started since the library was loaded."""
         return self._library.simt_launches()
