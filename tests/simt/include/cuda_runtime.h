@@ -30,6 +30,7 @@ struct alignas(16) uint4 {
 };
 
 inline void __syncthreads() { simt::barrier(); }
+inline int __syncthreads_or(int vote) { return simt::barrier(vote != 0); }
 inline void __threadfence() { simt::let_others(); }
 
 template <typename T>
