@@ -91,7 +91,12 @@ __global__ void __launch_bounds__(attention_fwd::kWarps* kWarp, 1)
         score<T, false>(call, head, m0 + mine, n0, p);
         seen = seen_columns(head, p);
       }
-      softmax.weigh(p, out, call.step);
+      float decays[kM][2];
+      softmax.weigh(p, call.step, decays);
+#pragma unroll
+      for (int i = 0; i < 4 * kM * width / 8; ++i)
+        out[i / 4 / (width / 8)][i / 4 % (width / 8)][i % 4] *=
+            decays[i / 4 / (width / 8)][i % 4 / 2];
       if (call.dropout.seed != nullptr) drop(call.dropout, head, m0 + mine, n0, p);
     }
     const int next = walk.next(n0 + Shape::kKeys);

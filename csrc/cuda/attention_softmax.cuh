@@ -155,9 +155,10 @@ struct Softmax {
     for (int i = 0; i < 2 * kM; ++i) tops[i / 2][i % 2] = -kInfinity, sums[i / 2][i % 2] = 0.0f;
   }
 
-  // From scores to weights, relative to the largest score so far; what was summed before follows.
-  template <int kN, int kOut>
-  __device__ void weigh(float (&x)[kM][kN][4], float (&out)[kM][kOut][4], float step) {
+  // From scores to weights, relative to the largest score so far. What was summed before has to be
+  // multiplied by `decays`.
+  template <int kN>
+  __device__ void weigh(float (&x)[kM][kN][4], float step, float (&decays)[kM][2]) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -178,11 +179,11 @@ struct Softmax {
         }
         sums[m][half] = fmaf(sums[m][half], decay, sum);
         tops[m][half] = top;
-#pragma unroll
-        for (int i = 0; i < 2 * kOut; ++i) out[m][i / 2][half * 2 + i % 2] *= decay;
+        decays[m][half] = decay;
       }
   }
 
+  // Adds up what the lanes of a row have.
   __device__ void finish() {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) sums[i / 2][i % 2] = row_sum(sums[i / 2][i % 2]);

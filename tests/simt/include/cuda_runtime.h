@@ -43,6 +43,12 @@ T __shfl_sync(unsigned mask, T value, int lane) {
   return simt::shuffle(mask, value, static_cast<unsigned>(lane) % 32);
 }
 
+inline unsigned __ballot_sync(unsigned mask, bool vote) {
+  unsigned votes = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) votes |= simt::shuffle(mask, vote, lane) << lane;
+  return votes;
+}
+
 inline void __syncwarp() { simt::exchange(0xffffffffu, 0, 0); }
 
 inline unsigned atomicAdd(unsigned* address, unsigned value) {
