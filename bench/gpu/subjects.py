@@ -3,5 +3,11 @@
 from . import attention, ffn, layer_norm
 from .subject import GpuSubject
 
-SUBJECTS: tuple[GpuSubject, ...] = (layer_norm.TRITON, layer_norm.CUDA, attention.TRITON, ffn.TRITON)
+SUBJECTS: tuple[GpuSubject, ...] = (
+    layer_norm.TRITON,
+    layer_norm.CUDA,
+    attention.TRITON,
+    attention.CUDA,
+    ffn.TRITON,
+)
 STEMS = tuple(dict.fromkeys(subject.stem for subject in SUBJECTS))  # an op has a subject for each backend

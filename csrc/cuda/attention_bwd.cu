@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(RowsShape<sizeof(T), width>::kWarps* kWarp, 1)
     const int64_t i = mine + row;
     const float dot = dot_of_row(args.dout, dout + i * args.dout.stride_t, args.out,
                                  out + i * args.out.stride_t, call.dv);
-    if (row % 8 == lane_row()) deltas[row / 8] = dot;
+    if (row == lane_row()) deltas[0] = dot;
+    if (row == lane_row() + 8) deltas[1] = dot;
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -24,8 +24,8 @@ template <int item_size, int width>
 struct KeysShape {
   static constexpr bool kWide = width == 256;
   static constexpr int kWarps = kWide && item_size == 4 ? 2 : 4;
-  static constexpr int kN = kWide && item_size == 4 ? 2 : 4;  // fragments of 8 queries
-  static constexpr int kStages = width == 64 ? 2 : 1;         // of tiles of queries
+  static constexpr int kN = item_size == 4 ? 2 : 4;                      // fragments of 8 queries
+  static constexpr int kStages = width == 64 && item_size == 2 ? 2 : 1;  // of tiles of queries
   static constexpr int kKeys = kWarps * 16, kRows = kN * 8;
 };
 
@@ -60,7 +60,7 @@ struct QueryTiles {
     return stop;
   }
   __device__ bool full(const Stop& stop) const {
-    return call.keep.data == nullptr && met.full(stop.m0, rows);
+    return call.keep.data == nullptr && n0 + keys <= s.live && met.full(stop.m0, rows);
   }
 };
 

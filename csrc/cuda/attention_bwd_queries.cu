@@ -19,7 +19,8 @@ struct QueriesShape {
   static constexpr bool kWide = width == 256;
   static constexpr int kWarps = kWide && item_size == 4 ? 2 : 4;
   static constexpr int kN = kWide && item_size == 4 ? 2 : 4;  // fragments of 8 keys
-  static constexpr int kStages = width == 64 ? 2 : 1;         // of tiles of keys and values
+  static constexpr int kStages =
+      width == 64 && item_size == 2 ? 2 : 1;  // of tiles of keys and values
   static constexpr int kRows = kWarps * 16, kKeys = kN * 8;
 };
 

@@ -4,6 +4,7 @@ Ninja compiles again only what changed. A build may be of patched sources (tests
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,13 +50,24 @@ def sources():
     return sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 
 
+def included(source):
+    """Names of the file itself and of csrc/cuda's files that it includes, and they."""
+    found, left = set(), [source.name]
+    while left:
+        name = left.pop()
+        if name not in found and (source.parent / name).exists():
+            found.add(name)
+            left += re.findall(r'^#include "(.*)"', (source.parent / name).read_text(), re.MULTILINE)
+    return found
+
+
 def build(sanitized=False, patched=None):
     """The shared library that registers every csrc/cuda operator for CPU tensors.
 
     Args:
         sanitized: with AddressSanitizer and UndefinedBehaviorSanitizer.
-        patched: (name, files), a name for the build and file name -> text in place of csrc/cuda's own; only kernels
-            are compiled anew.
+        patched: (name, stem, files), a name for the build and file name -> text in place of csrc/cuda's own; only
+            kernels of the op ``stem`` are compiled anew, where they include one of the files.
     """
     cxx = os.environ.get("CXX", "c++")
     key = zlib.crc32(f"{cxx} {torch.__version__} {sanitized}".encode())
@@ -68,7 +80,7 @@ def build(sanitized=False, patched=None):
             objects += [(f"{source.stem}.bind.o", f"bind {source}"), (f"{source.stem}.kernel.o", f"kernel {source}")]
         return _ninja(base, graph, objects)
     build(sanitized)
-    name, files = patched
+    name, stem, files = patched
     folder = base / name
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "csrc" / "cuda", folder / "cuda")
@@ -77,7 +89,7 @@ def build(sanitized=False, patched=None):
     kept, objects = [base / "simt.o"], [_engine(folder / "cuda")]
     for source in sources():
         kept.append(base / f"{source.stem}.bind.o")
-        if source.name in files or any(not file.endswith(".cu") for file in files):
+        if source.name.startswith(stem) and included(source) & set(files):
             objects.append((f"{source.stem}.kernel.o", f"kernel {folder / 'cuda' / source.name}"))
         else:
             kept.append(base / f"{source.stem}.kernel.o")
