@@ -4,7 +4,7 @@
 //          1, for every tile, one after another: every sum has a fixed order, and nothing but dbias
 //          is stored.
 // Cost:    two of the backward's five products once more.
-// Config:  BiasShape below; not yet measured on a GPU.
+// Config:  PairsShape of attention_bwd_tile.cuh; not yet measured on a GPU.
 // Source:  own work.
 #include "attention_bwd.h"
 
@@ -14,19 +14,11 @@
 namespace tfm_kernels {
 namespace {
 
-template <int item_size, int width>
-struct BiasShape {
-  static constexpr bool kWide = width == 256;
-  static constexpr int kWarps = kWide && item_size == 4 ? 2 : 4;
-  static constexpr int kN = kWide && item_size == 4 ? 2 : 4;  // fragments of 8 keys
-  static constexpr int kRows = kWarps * 16, kKeys = kN * 8;
-};
-
 // totals += dx of one head's tile. All threads call.
 template <typename T, int width, int kN>
 __device__ void add_tile(const AttentionBwd& args, int64_t b, int64_t h, int m0, int n0,
                          float (&totals)[1][kN][4]) {
-  using Shape = BiasShape<sizeof(T), width>;
+  using Shape = PairsShape<sizeof(T), width>;
   constexpr int kStride = kTileStride<T, width>, kRows = Shape::kRows, kKeys = Shape::kKeys;
   const Attention& call = args.call;
   const Sequence s = sequence_of(call, b);
@@ -85,9 +77,9 @@ __device__ void add_up_rows(float (&totals)[1][kN][4]) {
 }
 
 template <typename T, int width>
-__global__ void __launch_bounds__(BiasShape<sizeof(T), width>::kWarps* kWarp, 1)
+__global__ void __launch_bounds__(PairsShape<sizeof(T), width>::kWarps* kWarp, 1)
     attention_bwd_bias_kernel(const AttentionBwd args) {
-  using Shape = BiasShape<sizeof(T), width>;
+  using Shape = PairsShape<sizeof(T), width>;
   constexpr int kN = Shape::kN, kRows = Shape::kRows, kKeys = Shape::kKeys;
   const Attention& call = args.call;
   const bool per_row = args.bias_q > 1, per_column = args.bias_k > 1;
@@ -142,7 +134,7 @@ const char* launch_bias(const AttentionBwd& args, Stream stream) {
   return for_shape(args.call, [&](auto zero, auto wide) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(wide)::value;
-    using Shape = BiasShape<sizeof(T), kWidth>;
+    using Shape = PairsShape<sizeof(T), kWidth>;
     const int64_t across = (args.bias_q + Shape::kRows - 1) / Shape::kRows;
     const int64_t along = (args.bias_k + Shape::kKeys - 1) / Shape::kKeys;
     const int shared =

@@ -4,7 +4,7 @@
 // Traffic: reads q, dout and the rows' numbers once, k and v once for each tile of queries that
 // sees
 //          them; writes dq.
-// Config:  QueriesShape below; not yet measured on a GPU.
+// Config:  PairsShape of attention_bwd_tile.cuh; not yet measured on a GPU.
 // Source:  own work, after Dao 2023, arXiv:2307.08691, algorithm 2.
 #include "attention_bwd.h"
 
@@ -14,20 +14,10 @@
 namespace tfm_kernels {
 namespace {
 
-template <int item_size, int width>
-struct QueriesShape {
-  static constexpr bool kWide = width == 256;
-  static constexpr int kWarps = kWide && item_size == 4 ? 2 : 4;
-  static constexpr int kN = kWide && item_size == 4 ? 2 : 4;  // fragments of 8 keys
-  static constexpr int kStages =
-      width == 64 && item_size == 2 ? 2 : 1;  // of tiles of keys and values
-  static constexpr int kRows = kWarps * 16, kKeys = kN * 8;
-};
-
 template <typename T, int width>
-__global__ void __launch_bounds__(QueriesShape<sizeof(T), width>::kWarps* kWarp, 1)
+__global__ void __launch_bounds__(PairsShape<sizeof(T), width>::kWarps* kWarp, 1)
     attention_bwd_queries_kernel(const AttentionBwd args) {
-  using Shape = QueriesShape<sizeof(T), width>;
+  using Shape = PairsShape<sizeof(T), width>;
   constexpr int kN = Shape::kN, kRows = Shape::kRows, kKeys = Shape::kKeys;
   constexpr int kStride = kTileStride<T, width>;
   const Attention& call = args.call;
@@ -103,7 +93,7 @@ const char* launch_queries(const AttentionBwd& args, Stream stream) {
   return for_shape(args.call, [&](auto zero, auto wide) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(wide)::value;
-    using Shape = QueriesShape<sizeof(T), kWidth>;
+    using Shape = PairsShape<sizeof(T), kWidth>;
     const int64_t tiles = (args.call.queries + Shape::kRows - 1) / Shape::kRows;
     const int rows = 2 * Shape::kRows + 2 * Shape::kStages * Shape::kKeys;
     return start(attention_bwd_queries_kernel<T, kWidth>, tiles * args.call.heads * args.call.batch,

@@ -6,6 +6,15 @@
 
 namespace tfm_kernels {
 
+// A block's tile of (queries, keys), 16 queries a warp, as dq and dbias are made by.
+template <int item_size, int width>
+struct PairsShape {
+  static constexpr bool kFew = width == 256 && item_size == 4;    // shared memory holds no more
+  static constexpr int kWarps = kFew ? 2 : 4, kN = kFew ? 2 : 4;  // fragments of 8 keys
+  static constexpr int kStages = width == 64 && item_size == 2 ? 2 : 1;  // of tiles that pass
+  static constexpr int kRows = kWarps * 16, kKeys = kN * 8;
+};
+
 // Weights are p = 2^((x - top) step - shift): top is lse in units of the scores and shift 0. Where
 // |lse| is so large that float32 has lost log(sum) beside the maximum, top is the maximum and shift
 // log2(sum). delta is dout . out - dlse, the term of A.7 that is the same for all keys. A row that
