@@ -136,7 +136,7 @@ def _calls():
         yield _call(dtype, (2, 4, 2, 67, 100, 24, 33), Mask.causal() & lengths, "1h1k", dropout_p=0.3)
         yield _call(dtype, (1, 2, 1, 70, 100, 17, 40), corner & _keep(1, 2, 70, 100), "b1q1", dropout_p=0.2)
     yield _call(f16, (1, 2, 2, 130, 150, 64, 64), Mask.window(40, 20))
-    yield _call(f16, (2, 2, 1, 33, 66, 40, 24), lengths & Mask.window(None, 3, "bottom_right"), "11qk", scale=-0.3)
+    yield _call(f16, (2, 2, 1, 33, 100, 40, 24), lengths & Mask.window(None, 3, "bottom_right"), "11qk", scale=-0.3)
     yield _call(f32, (1, 2, 2, 40, 50, 16, 16), scale=-0.4)
     yield _call(bf16, (1, 1, 1, 20, 40, 72, 136), corner)
 
@@ -166,7 +166,7 @@ def _nan_in_padding():
 def trial(simt):
     """Raises, or ends the process, where csrc/cuda is wrong: the contract, schedules, padding, far rows, packing."""
     for number, call in enumerate(_calls()):
-        for seed in (3 * number, 3 * number + 1, 3 * number + 2):
+        for seed in (0, 1, 2) if number in (0, 6) else (number,):  # each kind of schedule, with and without extras
             simt.configure(seed, multiprocessors=3, resident=1 + seed % 3)
             assert_contract("attention", call, "cuda")
     _nan_in_padding()
