@@ -174,7 +174,7 @@ def test_packed_dropout_is_the_padded_calls(backend):
     lengths, longest = [3, 9, 0, 70], 72
     ends = torch.tensor([0, 3, 12, 12, 82])
     packed = [randn(82, 2, 16, seed=seed) for seed in range(3)]
-    options = {"dropout_p": 0.4, "seed": SEED, "backend": "triton"}
+    options = {"dropout_p": 0.4, "seed": SEED, "backend": backend}
     found = tfk.ops.attention_varlen(*packed, ends, ends, longest, longest, Mask.causal(), **options)
     padded = [torch.zeros(4, 2, longest, 16) for _ in range(3)]
     for full, short in zip(padded, packed, strict=True):

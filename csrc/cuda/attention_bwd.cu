@@ -30,19 +30,23 @@ struct RowsShape {
 template <typename T>
 __device__ float dot_of_row(const Heads& a_heads, const T* a, const Heads& b_heads, const T* b,
                             int n) {
-  float sum = 0.0f;
-  if (a_heads.aligned && b_heads.aligned && n % kLanes<T> == 0) {
-    for (int c = lane_of_warp() * kLanes<T>; c < n; c += kWarp * kLanes<T>) {
-      float left[kLanes<T>], right[kLanes<T>];
+  const bool packs = a_heads.aligned && b_heads.aligned && n % kLanes<T> == 0;
+  float sum = 0.0f;  // in one order, however the rows lie
+  for (int c = lane_of_warp() * kLanes<T>; c < n; c += kWarp * kLanes<T>) {
+    float left[kLanes<T>] = {}, right[kLanes<T>] = {};
+    if (packs) {
       load_aligned<T, kLanes<T>>(a + c, left);
       load_aligned<T, kLanes<T>>(b + c, right);
+    } else {
 #pragma unroll
-      for (int i = 0; i < kLanes<T>; ++i) sum = fmaf(left[i], right[i], sum);
+      for (int i = 0; i < kLanes<T>; ++i)
+        if (c + i < n) {
+          left[i] = static_cast<float>(a[(c + i) * a_heads.stride_d]);
+          right[i] = static_cast<float>(b[(c + i) * b_heads.stride_d]);
+        }
     }
-  } else {
-    for (int c = lane_of_warp(); c < n; c += kWarp)
-      sum = fmaf(static_cast<float>(a[c * a_heads.stride_d]),
-                 static_cast<float>(b[c * b_heads.stride_d]), sum);
+#pragma unroll
+    for (int i = 0; i < kLanes<T>; ++i) sum = fmaf(left[i], right[i], sum);
   }
   return warp_sum(sum);
 }

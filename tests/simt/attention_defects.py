@@ -30,7 +30,7 @@ DEFECTS = {
         "tile.cuh", "if (n * 8 >= count) continue;\n    uint32_t", "if (n && n * 8 + 16 >= count) continue;\n    uint"
         "32_t",
     ),
-    "value_that_nobody_sees_counts": _planted("tile.cuh", "return word & ((two", "return word | (0u & (two"),
+    "value_that_nobody_sees_counts": _planted("tile.cuh", "return word & ((two", "return word | 0u * ((two"),
     # copies and barriers
     "keys_not_waited_for": _planted(
         FWD_FILE, "copy_wait<0>();\n    __syncthreads();  // the keys", "__syncthreads();  // the keys"
