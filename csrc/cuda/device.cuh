@@ -57,8 +57,9 @@ inline const char* error_words(cudaError_t error) {  // null for success
 
 // Starts a kernel; null, or what went wrong. `shared` is in bytes.
 template <typename Args>
-const char* start(void (*kernel)(Args), int blocks, int threads, int shared, Stream stream,
+const char* start(void (*kernel)(Args), int64_t blocks, int threads, int shared, Stream stream,
                   const Args& args) {
+  if (blocks > INT32_MAX) return "more blocks than a launch can have";
   if (shared > 48 << 10) {  // has to be asked for
     const char* error = error_words(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));

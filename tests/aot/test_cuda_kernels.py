@@ -1,4 +1,4 @@
-"""The CUDA kernels, compiled: nothing spills, memory is moved 16 bytes at a time, the figures are as committed."""
+"""The CUDA kernels, compiled: nothing spills, 16 bytes are moved at a time, tensor cores multiply; as committed."""
 
 import re
 
@@ -13,6 +13,8 @@ COMMITTED = cuda_table.load()["kernels"]
 
 
 SHARED = 164 << 10  # bytes of a multiprocessor of sm_80, of which a block costs 1 KiB more than it asks for
+# what multiplies; float32 is not rounded to TF32
+PRODUCTS = {"__half": {"HMMA.16816.F32"}, "__nv_bfloat16": {"HMMA.16816.F32.BF16"}, "float": set()}
 
 
 def norm(name):
@@ -33,11 +35,30 @@ def tiles(name):
     return threads, 1024 // size // threads, 3 * stage
 
 
+def attention_fits(name, found, atomics):
+    """Tiles are copied asynchronously and multiplied by tensor cores but for float32; two blocks of 128 threads fit."""
+    assert not atomics, f"{name} is not deterministic: {found}"
+    copies = [key for key in found if key.startswith("LDGSTS") and ".128" in key]
+    assert copies, f"{name} copies less than 16 bytes at a time: {found}"
+    if "_rows_" not in name and "_bias_" not in name:
+        assert found["STG.E.128"] > 0, f"{name} stores less than 16 bytes at a time: {found}"
+    assert products(found) == PRODUCTS[re.search(r"<(\w+)", name)[1]], f"{name} multiplies otherwise: {found}"
+    assert -(-found["registers"] // 8) * 8 * 128 * 2 <= REGISTERS, f"{name}: two blocks do not fit: {found}"
+
+
+def products(found):
+    """The instructions of the tensor cores."""
+    return {key for key in found if key.startswith("HMMA")}
+
+
 def fits(name, found):
-    """No byte of stack; registers for as many blocks as the launch plans; only counters are added to atomically."""
+    """No byte of stack; registers for as many blocks as the launch plans."""
     assert found["stack"] == found["local"] == 0, f"{name} has a stack: {found}"
     assert not any(key.startswith(("LDL", "STL")) for key in found), f"{name} spills: {found}"
     atomics = {key for key in found if key.startswith(("ATOM", "RED"))}
+    if "attention" in name:
+        attention_fits(name, found, atomics)
+        return
     threads, blocks, shared = 256, 4, 0
     if "layer_norm" in name:
         threads, blocks, shared = norm(name)
@@ -48,8 +69,7 @@ def fits(name, found):
         copies = [key for key in found if key.startswith("LDGSTS")]
         assert copies and all(".128" in key for key in copies), f"{name} copies less than 16 bytes at a time: {found}"
         assert found["STG.E.128"] > 0, f"{name} stores less than 16 bytes at a time: {found}"
-        tensor_cores = any(key.startswith("HMMA.16816.F32") for key in found)
-        assert tensor_cores != ("<float" in name), f"{name}: 16-bit types are for the tensor cores, float32 is not"
+        assert products(found) == PRODUCTS[re.search(r"<(\w+),", name)[1]], f"{name} multiplies otherwise: {found}"
     else:
         assert "sum_rows_kernel" in name, f"{name}: nobody says what it must have"
     assert not atomics, f"{name} is not deterministic: {found}"
@@ -65,8 +85,12 @@ def test_the_committed_kernels_fit(name):
 
 def test_the_table_is_complete():
     """For each architecture: the norms in three types and four shapes, both ways; ffn in three types and two tiles, a
-    kernel each way and three forms of products; sums over rows of three types into three."""
-    counts = {"layer_norm": 2 * 3 * 4, "ffn": 2 * 3 * 2, "gemm": 3 * 3 * 2, "sum_rows": 3 * 3}
+    kernel each way and three forms of products; sums over rows of three types into three; attention's five kernels in
+    three types and three widths, of which one is in two parts.
+    """
+    counts = {
+        "layer_norm": 2 * 3 * 4, "ffn": 2 * 3 * 2, "gemm": 3 * 3 * 2, "sum_rows": 3 * 3, "attention": 5 * 3 * 3 + 3,
+    }  # fmt: skip
     for arch in ("80", "90"):
         for stem, count in counts.items():
             assert sum(name.startswith(f"sm_{arch} {stem}") for name in COMMITTED) == count, stem

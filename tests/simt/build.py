@@ -50,13 +50,24 @@ def sources():
     return sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 
 
+def included(source):
+    """Names of the file itself and of csrc/cuda's files that it includes, and they."""
+    found, left = set(), [source.name]
+    while left:
+        name = left.pop()
+        if name not in found and (source.parent / name).exists():
+            found.add(name)
+            left += re.findall(r'^#include "(.*)"', (source.parent / name).read_text(), re.MULTILINE)
+    return found
+
+
 def build(sanitized=False, patched=None):
     """The shared library that registers every csrc/cuda operator for CPU tensors.
 
     Args:
         sanitized: with AddressSanitizer and UndefinedBehaviorSanitizer.
-        patched: (name, files), a name for the build and file name -> text in place of csrc/cuda's own; only kernels
-            are compiled anew.
+        patched: (name, stems, files), a name for the build and file name -> text in place of csrc/cuda's own; only
+            kernels of files that begin with one of ``stems`` are compiled anew, where they include one of the files.
     """
     cxx = os.environ.get("CXX", "c++")
     key = zlib.crc32(f"{cxx} {torch.__version__} {sanitized}".encode())
@@ -69,33 +80,20 @@ def build(sanitized=False, patched=None):
             objects += [(f"{source.stem}.bind.o", f"bind {source}"), (f"{source.stem}.kernel.o", f"kernel {source}")]
         return _ninja(base, graph, objects)
     build(sanitized)
-    name, files = patched
+    name, stems, files = patched
     folder = base / name
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "csrc" / "cuda", folder / "cuda")
     for file, text in files.items():
         (folder / "cuda" / file).write_text(text)
-    kept, objects = [base / "simt.o"], []
+    kept, objects = [base / "simt.o"], [_engine(folder / "cuda")]
     for source in sources():
         kept.append(base / f"{source.stem}.bind.o")
-    for source in (*sources(), ENGINE):
-        path = source if source == ENGINE else folder / "cuda" / source.name
-        if files.keys() & _parts(source):
-            objects.append((f"{source.stem}.kernel.o", f"kernel {path}\n  where = -I{folder / 'cuda'}"))
+        if source.name.startswith(stems) and included(source) & set(files):
+            objects.append((f"{source.stem}.kernel.o", f"kernel {folder / 'cuda' / source.name}"))
         else:
             kept.append(base / f"{source.stem}.kernel.o")
     return _ninja(folder, graph, objects, kept)
-
-
-def _parts(source):
-    """Names of the files of csrc/cuda that a source is made of."""
-    found, names = set(), [source.name]
-    while names:
-        path = ROOT / "csrc" / "cuda" / names.pop()
-        text = source.read_text() if path.name == source.name else path.read_text() if path.exists() else ""
-        found.add(path.name)
-        names += set(re.findall(r'#include "([\w.]+)"', text)) - found
-    return found
 
 
 def _engine(cuda):

@@ -1,17 +1,11 @@
-"""Defects planted into csrc/cuda, one at a time, and the calls that have to catch them: those of the norms.
+"""Defects planted into csrc/cuda's norms, one at a time, and the calls that have to catch them."""
 
-python -m tests.simt.defects clean         builds csrc/cuda as it is and runs the calls: exit code 0
-python -m tests.simt.defects dropped_barrier    builds it with a defect: any other exit code
-"""
-
-import sys
 from dataclasses import dataclass
 
 import torch
 
 from tests.fences import fenced, huge
-from tests.simt.build import ROOT, build
-from tests.simt.library import Simt, answer_for_cpu_tensors
+from tests.simt.build import ROOT
 from tfm_kernels.ops.layer_norm import BWD, FWD
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.testing.contract import run
@@ -21,11 +15,15 @@ FWD_FILE, BWD_FILE = "layer_norm_fwd.cu", "layer_norm_bwd.cu"
 
 @dataclass(frozen=True)
 class Defect:
-    """A file of csrc/cuda, and what is put in the place of what; ``quick`` ones are tried by every run of the tests."""
+    """A file of csrc/cuda, and what is put in the place of what; ``quick`` ones are tried by every run of the tests.
+
+    The calls are those of the op ``stem``.
+    """
 
     file: str
     changes: tuple[tuple[str, str], ...]
     quick: bool = False
+    stem: str = "layer_norm"
 
     def text(self):
         """The file with the defect. Each piece must occur just once, so that none is lost when the source changes."""
@@ -37,7 +35,7 @@ class Defect:
 
 
 def defect(file, old, new, **options):
-    """One change."""
+    """One piece replaced."""
     return Defect(file, ((old, new),), **options)
 
 
@@ -164,22 +162,3 @@ def _far_rows():
     options = (mean, rstd, weight, True, False, 0.0, None, None, True, False)
     expected = BWD["cuda"](x, None, x, *options)[0]
     assert torch.equal(BWD["cuda"](apart, None, apart, *options)[0], expected), "far rows"
-
-
-def main(name, defects, trial):
-    """Builds csrc/cuda with one of ``defects``, or "clean", and tries it."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    if name == "clean":
-        path = build()
-    else:
-        path = build(patched=(f"defect-{name}", {defects[name].file: defects[name].text()}))
-    simt = Simt(path)
-    answer_for_cpu_tensors(dict.__setitem__)
-    print("begins", flush=True)
-    trial(simt)
-    print("passed", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], DEFECTS, trial)

@@ -8,7 +8,7 @@ import torch
 from tfm_kernels._backend import Choices
 
 # ops whose csrc/cuda kernels run here, -> what they cannot, device aside
-OPS = {"layer_norm": "_gpu_support", "ffn": "_gpu_support"}
+OPS = {"layer_norm": "_gpu_support", "attention": "_gpu_cannot", "ffn": "_gpu_support"}
 
 
 class Simt:

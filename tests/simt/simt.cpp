@@ -49,6 +49,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::unique_ptr<char[]> memory;
   unsigned at_barrier = 0, done = 0;
+  bool votes = false, voted = false;  // at the barrier to come, and at the last one
 };
 
 struct {
@@ -164,14 +165,18 @@ void let_others() {
   switch_to_scheduler(false);
 }
 
-void barrier() {
+bool barrier(bool vote) {
   Block& mine = *running->block;
   running->state = State::at_barrier;
+  mine.votes = mine.votes || vote;
   if (++mine.at_barrier == mine.fibers.size()) {  // a thread that has ended never comes: an error
     mine.at_barrier = 0;
+    mine.voted = mine.votes;
+    mine.votes = false;
     for (Fiber& fiber : mine.fibers) wake(fiber);
   }
   switch_to_scheduler(false);
+  return mine.voted;
 }
 
 namespace {

@@ -30,6 +30,7 @@ struct alignas(16) uint4 {
 };
 
 inline void __syncthreads() { simt::barrier(); }
+inline int __syncthreads_or(int vote) { return simt::barrier(vote != 0); }
 inline void __threadfence() { simt::let_others(); }
 
 template <typename T>
@@ -40,6 +41,12 @@ T __shfl_xor_sync(unsigned mask, T value, int offset) {
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane) {
   return simt::shuffle(mask, value, static_cast<unsigned>(lane) % 32);
+}
+
+inline unsigned __ballot_sync(unsigned mask, bool vote) {
+  unsigned votes = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) votes |= simt::shuffle(mask, vote, lane) << lane;
+  return votes;
 }
 
 inline void __syncwarp() { simt::exchange(0xffffffffu, 0, 0); }

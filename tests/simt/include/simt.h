@@ -21,8 +21,8 @@ struct Dim {
 inline Dim thread, block, block_size, grid_size;  // of the running thread
 void* shared();                                   // of its block
 
-void barrier();     // __syncthreads
-void let_others();  // any other thread may run first
+bool barrier(bool vote = false);  // __syncthreads; whether any thread of the block voted
+void let_others();                // any other thread may run first
 uint64_t exchange(unsigned mask, uint64_t value,
                   unsigned lane);  // value of a lane, of those in mask
 
