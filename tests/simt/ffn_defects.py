@@ -84,6 +84,7 @@ def trial(simt):
         ((70, 40, 72, 24), torch.bfloat16, True, "gelu"), ((33, 9, 67, 5), torch.float16, False, "silu"),
         ((66, 24, 40, 17), torch.float32, True, "gelu_tanh"), ((1100, 8, 9, 8), torch.bfloat16, True, "relu"),
         ((9, 130, 33, 64), torch.float16, False, "gelu"), ((600, 16, 8, 8), torch.float32, False, "silu"),
+        ((33, 16, 24, 8), torch.float32, False, "gelu"),
     ]  # fmt: skip
     simt.configure(1, multiprocessors=2, resident=2)
     for sizes, dtype, gated, activation in calls:
