@@ -84,7 +84,7 @@ DEFECTS = {
     "dropout_lanes_swapped": _planted(TILE, "odd ? low : high, 1)", "odd ? high : low, 1)"),
     "dropout_lanes_swapped_turned": _planted(TILE, "<< (mine ^ apart);", "<< apart;"),
     "dropout_of_one_column_turned": _planted(TILE, "row + lane_column() + mine % 2", "row + lane_column()"),
-    "gradient_of_weights_not_dropped": _planted(BWD_TILE, "factor == 0.0f ? 0.0f : products[e] * factor", "products[e]"),
+    "dweights_not_dropped": _planted(BWD_TILE, "factor == 0.0f ? 0.0f : products[e] * factor", "products[e]"),
     "gradient_dropped_without_scale": _planted(BWD_TILE, "x[e] = p * factor;", "x[e] = kept >> e & 1 ? p : 0.0f;"),
     # gradients
     "delta_left_out": _planted(BWD_TILE, "(dp - row.delta)", "dp"),
