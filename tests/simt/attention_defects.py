@@ -43,7 +43,7 @@ DEFECTS = {
     "queries_without_a_barrier": _planted(KEYS, "__syncthreads();  // the queries", "// the queries"),
     "queries_replaced_too_early": _planted(KEYS, "__syncthreads();  // nobody", "// nobody"),
     "keys_replaced_too_early": _planted(QUERIES, "__syncthreads();  // nobody", "// nobody"),
-    "one_stage_for_all_tiles": _planted(QUERIES, "stage ^= 1;", ""),
+    "one_stage_for_all_tiles": _planted(QUERIES, "stage ^= 1;", ";"),
     "next_tile_waited_for_in_place_of_this": _planted(QUERIES, "copy_wait<1>();", "copy_wait<2>();"),
     "bias_tiles_replaced_too_early": _planted(BIAS, "__syncthreads();  // nobody", "// nobody"),
     # bounds
@@ -139,42 +139,52 @@ def _calls():
     yield _call(f16, (2, 2, 1, 33, 100, 40, 24), lengths & Mask.window(None, 3, "bottom_right"), "11qk", scale=-0.3)
     yield _call(f32, (1, 2, 2, 40, 50, 16, 16), scale=-0.4)
     yield _call(bf16, (1, 1, 1, 20, 40, 72, 136), corner)
+    yield _call(bf16, (2, 1, 1, 70, 100, 16, 16), lengths)
 
 
-def _nan_in_padding():
-    """NaN in keys that no query may see, and in queries that see no key, changes no bit."""
-    call = _call(torch.bfloat16, (1, 2, 1, 40, 64, 16, 16))
+def _directly(tensors, bias=None, keep=None, lengths=None, dout=None):
+    """(out, lse, dq, dk, dv, dbias) of the operators themselves, 40 queries and 64 keys."""
+    if dout is None:
+        dout = torch.ones(1, 2, 40, 16, dtype=tensors[0].dtype)
+    return both("cuda", tensors, bias, keep, lengths, (None, None), (40, 64), ANYWHERE, 0.0, None, dout, None)
+
+
+def _padding():
+    """NaN in keys that no query may see, and in a query that sees no key, changes no bit; lengths are clamped."""
+    clean = [_call(torch.bfloat16, (1, 2, 1, 40, 64, 16, 16))[name] for name in ("query", "key", "value")]
     keep = torch.ones(1, 1, 40, 64, dtype=torch.bool)
     keep[..., 30:] = False
     keep[..., 5, :] = False
-    dirty = {name: call[name].clone() for name in ("query", "key", "value")}
-    dirty["key"][:, :, 30:] = dirty["value"][:, :, 30:] = dirty["query"][:, :, 5] = float("nan")
+    dirty = [t.clone() for t in clean]
+    dirty[0][:, :, 5] = float("nan")
+    for t in dirty[1:]:
+        t[:, :, 30:] = float("nan")
+    bias = torch.zeros(1, 1, 40, 64).masked_fill(~keep, -torch.inf)
+    for hidden in ({"keep": keep}, {"bias": bias}):
+        for a, b in zip(_directly(clean, **hidden), _directly(dirty, **hidden), strict=True):
+            assert torch.equal(a, b)
+    _directly(clean, lengths=torch.tensor([2**31 - 1]))  # nobody looks at a GPU's lengths
 
-    def run(given):
-        tensors, dout = [given[name] for name in ("query", "key", "value")], torch.ones(1, 2, 40, 16).bfloat16()
-        return both("cuda", tensors, None, keep, None, (None, None), (40, 64), ANYWHERE, 0.0, None, dout, None)
 
-    for clean, found in zip(run(call), run(dirty), strict=True):
-        assert torch.equal(clean, found)
-    lengths = torch.tensor([2**40])  # a GPU's lengths are looked at by nobody: they are clamped
-    tensors = [fenced(call[name]) for name in ("query", "key", "value")]
-    both(
-        "cuda", tensors, None, None, lengths, (None, None), (40, 64), ANYWHERE, 0.0, None, tensors[0], None,
-    )  # fmt: skip
+def _large_scores():
+    """Weights whose sum lse has lost beside the scores still add up to 1: so do what dv makes of dout."""
+    tensors = [_call(torch.float32, (1, 2, 1, 40, 64, 16, 16))[name] for name in ("query", "key", "value")]
+    tensors[0] *= 2000.0
+    tensors[1] *= 1000.0
+    tensors[1][:, :, 1::2] = tensors[1][:, :, ::2]  # two keys share each row's maximum
+    dout = randn(1, 2, 40, 16, seed=9)
+    dv = _directly(tensors, dout=dout)[4]
+    torch.testing.assert_close(dv.sum(2), dout.sum((1, 2))[:, None], rtol=0, atol=1e-3)
 
 
 def trial(simt):
-    """Raises, or ends the process, where csrc/cuda is wrong: the contract, schedules, padding, far rows, packing."""
+    """Raises, or ends the process, where csrc/cuda is wrong: contract, schedules, padding, large scores, packing."""
     for number, call in enumerate(_calls()):
         for seed in (0, 1, 2) if number in (0, 6) else (number,):  # each kind of schedule, with and without extras
             simt.configure(seed, multiprocessors=3, resident=1 + seed % 3)
             assert_contract("attention", call, "cuda")
-    _nan_in_padding()
-    large = _call(torch.float32, (1, 1, 1, 20, 40, 8, 8))
-    large["query"] *= 2000.0
-    large["key"] *= 1000.0
-    large["key"][:, :, 1::2] = large["key"][:, :, ::2]  # two keys share each row's maximum
-    assert_contract("attention", large, "cuda")
+    _padding()
+    _large_scores()
     ends = torch.tensor([0, 7, 7, 60])
     shapes = (60, 2, 24), (60, 1, 24), (60, 1, 24)
     packed = dict(zip(("query", "key", "value"), (fenced(randn(*shape)) for shape in shapes), strict=True))
