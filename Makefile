@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= $(if $(filter Linux,$(shell uname)),triton==3.6.0)
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.cpp' 'tests/simt/*.h')
+SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.cpp' 'tests/simt/*.cu' 'tests/simt/*.h')
 SANITIZED := build/sanitized
 
 .PHONY: build triton lint test test-all sanitize demo bench gpu clean

@@ -98,6 +98,42 @@ def test_cuda_is_explained_and_never_chosen(x):
                 tfk.ops.layer_norm(y, backend="cuda")
 
 
+def test_ffns_cuda_kernels_are_explained_and_never_chosen():
+    def call(device, dtype=torch.float32):
+        shapes = (2, 8), (16, 8), (8, 16)
+        x, w1, w2 = (torch.empty(shape, device=device, dtype=dtype) for shape in shapes)
+        return x, w1, None, w2, None
+
+    assert "cuda      cannot: needs a CUDA tensor, got cpu\n" in tfk.explain("ffn", *call("cpu"))
+    with pytest.raises(tfk.BackendError, match="backend 'cuda' cannot run this call: needs a CUDA tensor, got cpu"):
+        tfk.ops.ffn(*call("cpu"), backend="cuda")
+    with FakeTensorMode():
+        text = tfk.explain("ffn", *call("cuda"))
+        assert "-> aten (automatic choice)" in text
+        if _library.cuda_extension is None:
+            assert "cuda      cannot: the CUDA extension was not built" in text
+        else:
+            assert "cuda      can: not yet proven on a GPU; name it explicitly" in text
+        with pytest.raises(tfk.BackendError, match="backend 'cuda' cannot run this call: has no float64 kernels"):
+            tfk.ops.ffn(*call("cuda", torch.float64), backend="cuda")
+
+
+def test_cuda_attention_is_explained_and_never_chosen():
+    q = torch.randn(1, 2, 4, 8)
+    assert "cuda      cannot: needs a CUDA tensor, got cpu\n" in tfk.explain("attention", q, q, q)
+    words = "^attention: backend 'cuda' cannot run this call: needs a CUDA tensor, got cpu$"
+    with pytest.raises(tfk.BackendError, match=words):
+        tfk.ops.attention(q, q, q, backend="cuda")
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 4, 8, device="cuda")
+        text = tfk.explain("attention", q, q, q)
+        assert "-> aten (automatic choice)" in text
+        if _library.cuda_extension is None:
+            assert "cuda      cannot: the CUDA extension was not built" in text
+        else:
+            assert "cuda      can: not yet proven on a GPU; name it explicitly" in text
+
+
 def test_triton_is_explained_and_never_chosen():
     """On a GPU that is not there; that its kernels run is shown in tests/interpreter."""
     with FakeTensorMode():

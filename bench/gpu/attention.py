@@ -1,4 +1,4 @@
-"""Attention's Triton kernels on a GPU: every launch, every branch, more than 2**31 elements, what they should take."""
+"""Attention's Triton and CUDA kernels on a GPU: launches, branches, more than 2**31 elements, what they should take."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAUNCH = 2.5e-6
 
 
 def cases() -> Sequence[Case]:
-    """Every launch of pick_config first, then the list's pairs."""
+    """Every launch first, then the list's pairs."""
     return [*_launches(), *(case for case in CASES if case.op in OPS and case.levels["dtype"] != "f64")]
 
 
@@ -47,12 +47,12 @@ def _launches() -> list[Case]:
     return found
 
 
-def masks_are_the_references(keys: int, p: float, device: str) -> None:
+def masks_are_the_references(backend: str, keys: int, p: float, device: str) -> None:
     """Forward and backward drop exactly the weights that the rule drops on the CPU."""
     batch, heads, queries = 2, 3, 200
     keep = dropout.keep_mask(torch.tensor(SEED), p, dropout.attention_rows(batch, heads, queries, "cpu"), keys)
     q, k = torch.zeros(batch, heads, queries, 16, device=device), torch.zeros(batch, heads, keys, 16, device=device)
-    options: dict[str, Any] = {"dropout_p": p, "seed": torch.tensor(SEED, device=device), "backend": "triton"}
+    options: dict[str, Any] = {"dropout_p": p, "seed": torch.tensor(SEED, device=device), "backend": backend}
     v = torch.eye(keys, device=device).expand(batch, heads, keys, keys).clone().requires_grad_()
     out = ops.attention(q, k, v, **options)
     assert torch.equal((out != 0).cpu(), keep), f"forward mask of {keys} keys, p = {p}"
@@ -81,14 +81,14 @@ def branches(device: str) -> Mapping[str, tuple[str, Inputs]]:
     return found
 
 
-def beyond_int32(device: str) -> None:
+def beyond_int32(backend: str, device: str) -> None:
     """The last sequence of a call of more than 2**31 elements is that of a call of its own, bit for bit."""
     batch, heads, length, d = 2**31 // (16 * 1024 * 128) + 2, 16, 1024, 128
     q, k, v, dout = (
         torch.empty(batch, heads, length, d, dtype=torch.float16, device=device).normal_() for _ in range(4)
     )
-    whole = run("attention", {"query": q, "key": k, "value": v}, "triton", douts={"out": dout})
-    alone = run("attention", {"query": q[-1:], "key": k[-1:], "value": v[-1:]}, "triton", douts={"out": dout[-1:]})
+    whole = run("attention", {"query": q, "key": k, "value": v}, backend, douts={"out": dout})
+    alone = run("attention", {"query": q[-1:], "key": k[-1:], "value": v[-1:]}, backend, douts={"out": dout[-1:]})
     assert bits_equal(alone.outputs["out"], whole.outputs["out"][-1:]), "out of the last sequence"
     for name, dt in alone.grads.items():
         of_whole = whole.grads[name]
@@ -140,17 +140,21 @@ def predicted(group: Group, direction: str, limits: Mapping[str, Any]) -> float:
     return seconds
 
 
-TRITON = GpuSubject(
-    stem="attention",
-    backend="triton",
-    cases=cases,
-    checks={
-        f"attention masks of {keys} keys, p = {p}": partial(masks_are_the_references, keys, p)
-        for keys in (7, 64, 200)
-        for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
-    },
-    branches=branches,
-    large={"attention beyond 2**31": beyond_int32},
-    speed=replace(bench_attention.SUBJECT, cases=_speed(), arguments=_arguments, eager=_eager),
-    predicted=predicted,
-)
+def _subject(backend: str) -> GpuSubject:
+    return GpuSubject(
+        stem="attention",
+        backend=backend,
+        cases=cases,
+        checks={
+            f"attention masks of {keys} keys, p = {p}": partial(masks_are_the_references, backend, keys, p)
+            for keys in (7, 64, 200)
+            for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+        },
+        branches=branches,
+        large={"attention beyond 2**31": partial(beyond_int32, backend)},
+        speed=replace(bench_attention.SUBJECT, cases=_speed(), arguments=_arguments, eager=_eager),
+        predicted=predicted,
+    )
+
+
+TRITON, CUDA = _subject("triton"), _subject("cuda")

@@ -1,4 +1,4 @@
-"""ffn's Triton kernels on a GPU: every launch, every branch, more than 2**31 elements, what they should take."""
+"""ffn's Triton and CUDA kernels on a GPU: launches, branches, more than 2**31 elements, what they should take."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _launches() -> list[Case]:
     return found
 
 
-def masks_are_the_references(hidden: int, p: float, device: str) -> None:
+def masks_are_the_references(backend: str, hidden: int, p: float, device: str) -> None:
     """Forward and backward drop exactly the elements that the rule drops on the CPU."""
     rows = torch.cat([torch.arange(299), torch.tensor([2**33 + 7])])
     keep = dropout.keep_mask(torch.tensor(SEED), p, rows, hidden)
     x = torch.ones(300, hidden, device=device, requires_grad=True)
     eye = torch.eye(hidden, device=device)
     options: dict[str, Any] = {"dropout_p": p, "seed": torch.tensor(SEED, device=device)}
-    y = ops.ffn(x, eye, None, eye, None, **options, dropout_rows=rows.to(device), backend="triton")
+    y = ops.ffn(x, eye, None, eye, None, **options, dropout_rows=rows.to(device), backend=backend)
     (dx,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal((y != 0).cpu(), keep), f"forward mask of {hidden} features, p = {p}"
     assert torch.equal((dx != 0).cpu(), keep), f"backward mask of {hidden} features, p = {p}"
@@ -83,7 +83,7 @@ def branches(device: str) -> Mapping[str, tuple[str, Inputs]]:
     return found
 
 
-def beyond_int32(hidden: int, device: str) -> None:
+def beyond_int32(backend: str, hidden: int, device: str) -> None:
     """The last rows of a hidden activation of more than 2**31 elements are those of a call of their own, bit for bit.
 
     That call has rows enough for the same launches, so that both form their sums in one order.
@@ -98,7 +98,7 @@ def beyond_int32(hidden: int, device: str) -> None:
 
     def outcome(keep: slice) -> Results:
         inputs = {"x": x[keep], "dropout_rows": numbers[keep], **options}
-        return run("ffn", inputs, "triton", douts={"y": dy[keep]})
+        return run("ffn", inputs, backend, douts={"y": dy[keep]})
 
     whole, alone = outcome(slice(None)), outcome(slice(-last, None))
     pairs = {"y": (alone.outputs["y"], whole.outputs["y"]), "dx": (alone.grads["x"], whole.grads["x"])}
@@ -151,17 +151,23 @@ def predicted(group: Group, direction: str, limits: Mapping[str, Any]) -> float:
     return seconds
 
 
-TRITON = GpuSubject(
-    stem="ffn",
-    backend="triton",
-    cases=cases,
-    checks={
-        f"ffn masks of {hidden} features, p = {p}": partial(masks_are_the_references, hidden, p)
-        for hidden in (7, 64, 130, 2048)
-        for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
-    },
-    branches=branches,
-    large={f"ffn beyond 2**31, {hidden} features": partial(beyond_int32, hidden) for hidden in (4096, 65536)},
-    speed=replace(bench_ffn.SUBJECT, cases=_speed(), arguments=_arguments, eager=_eager, proof=_proof),
-    predicted=predicted,
-)
+def _subject(backend: str) -> GpuSubject:
+    return GpuSubject(
+        stem="ffn",
+        backend=backend,
+        cases=cases,
+        checks={
+            f"ffn masks of {hidden} features, p = {p}": partial(masks_are_the_references, backend, hidden, p)
+            for hidden in (7, 64, 130, 2048)
+            for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+        },
+        branches=branches,
+        large={
+            f"ffn beyond 2**31, {hidden} features": partial(beyond_int32, backend, hidden) for hidden in (4096, 65536)
+        },
+        speed=replace(bench_ffn.SUBJECT, cases=_speed(), arguments=_arguments, eager=_eager, proof=_proof),
+        predicted=predicted,
+    )
+
+
+TRITON, CUDA = _subject("triton"), _subject("cuda")

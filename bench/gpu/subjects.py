@@ -3,5 +3,12 @@
 from . import attention, ffn, layer_norm
 from .subject import GpuSubject
 
-SUBJECTS: tuple[GpuSubject, ...] = (layer_norm.TRITON, layer_norm.CUDA, attention.TRITON, ffn.TRITON)
+SUBJECTS: tuple[GpuSubject, ...] = (
+    layer_norm.TRITON,
+    layer_norm.CUDA,
+    attention.TRITON,
+    attention.CUDA,
+    ffn.TRITON,
+    ffn.CUDA,
+)
 STEMS = tuple(dict.fromkeys(subject.stem for subject in SUBJECTS))  # an op has a subject for each backend

@@ -9,16 +9,16 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// dout . out of row i.
-template <typename T, typename C = compute_t<T>>
-double dot_of(const AttentionBwd& a, const Sequence& s, int64_t h, int64_t i) {
+// dout . out of row i, whose dout is loaded already.
+template <typename T, typename O, typename C = compute_t<T>>
+double dot_of(const AttentionBwd& a, const Sequence& s, int64_t h, int64_t i, const O* dout_row) {
   constexpr int64_t kStep = 1024;
   alignas(64) C out[kStep], dout[kStep];
   double sum = 0.0;
   for (int64_t e = 0; e < a.dv; e += kStep) {
     const int64_t n = std::min(kStep, a.dv - e);
     load_row(at_head<T>(a.out, s, h, s.q0 + i) + e * a.out.stride_d, a.out.stride_d, n, out);
-    load_row(at_head<T>(a.dout, s, h, s.q0 + i) + e * a.dout.stride_d, a.dout.stride_d, n, dout);
+    load_row(dout_row + e, 1, n, dout);
     sum += sum_lanes<C>(
         n, [&]<typename W>(int64_t j) { return load<W>(dout + j) * load<W>(out + j); });
   }
@@ -67,7 +67,7 @@ C take_queries(const AttentionBwd& a, const Sequence& s, int64_t h, const Column
     }
     mem.lse[i] = l;
     load_row(at_head<T>(a.q, s, h, s.q0 + i), a.q.stride_d, a.d, q_row);
-    mem.delta[i] = static_cast<C>(dot_of<T>(a, s, h, i)) - (in_dlse ? in_dlse[i] : C(0));
+    mem.delta[i] = static_cast<C>(dot_of<T>(a, s, h, i, dout_row)) - (in_dlse ? in_dlse[i] : C(0));
     return std::abs(l);
   };
   for (int64_t i = 0; i < padded; ++i) {

@@ -156,7 +156,13 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
 
     O* dp = static_cast<O*>(args.dp) + dp_at(args, s, feature);
     O* dg = args.gated ? static_cast<O*>(args.dg) + dp_at(args, s, feature) : nullptr;
-    alignas(64) C factors[kPanel], rounded[2][kPanel];
+    alignas(64) C factors[kPanel], unrounded[2][kPanel];
+    const auto place = [](O* row, [[maybe_unused]] C* room) {  // where C is formed
+      if constexpr (std::is_same_v<O, C>)
+        return row;
+      else
+        return room;
+    };
     std::fill(factors, factors + kPanel, C(1));
     for_activation(args.activation, [&](auto act) {
       for (int64_t r = 0; r < m; ++r) {
@@ -178,17 +184,12 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
           load_preact(stored ? stored + f : nullptr, bias, width, h + in_panel);
           if (args.gated)
             load_preact<T>(stored ? stored + F + f : nullptr, nullptr, width, linear + in_panel);
-          if constexpr (std::is_same_v<O, C>) {
-            differentiate<decltype(act)>(factors, dh + in_panel, h + in_panel,
-                                         args.gated ? linear + in_panel : nullptr, dp + in_row,
-                                         args.gated ? dg + in_row : nullptr);
-          } else {
-            differentiate<decltype(act)>(factors, dh + in_panel, h + in_panel,
-                                         args.gated ? linear + in_panel : nullptr, rounded[0],
-                                         args.gated ? rounded[1] : nullptr);
-            narrow(rounded[0], kPanel, dp + in_row);
-            if (args.gated) narrow(rounded[1], kPanel, dg + in_row);
-          }
+          C* dp_row = place(dp + in_row, unrounded[0]);
+          C* dg_row = args.gated ? place(dg + in_row, unrounded[1]) : nullptr;
+          differentiate<decltype(act)>(factors, dh + in_panel, h + in_panel,
+                                       args.gated ? linear + in_panel : nullptr, dp_row, dg_row);
+          as_left(dp_row, kPanel, dp + in_row);
+          if (dg_row) as_left(dg_row, kPanel, dg + in_row);
         }
       }
     });

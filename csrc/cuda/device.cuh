@@ -55,10 +55,16 @@ inline const char* error_words(cudaError_t error) {  // null for success
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// Starts a kernel; null, or what went wrong. `shared` is in bytes, at most 48 KiB.
+// Starts a kernel; null, or what went wrong. `shared` is in bytes.
 template <typename Args>
-const char* start(void (*kernel)(Args), int blocks, int threads, int shared, Stream stream,
+const char* start(void (*kernel)(Args), int64_t blocks, int threads, int shared, Stream stream,
                   const Args& args) {
+  if (blocks > INT32_MAX) return "more blocks than a launch can have";
+  if (shared > 48 << 10) {  // has to be asked for
+    const char* error = error_words(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    if (error != nullptr) return error;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));

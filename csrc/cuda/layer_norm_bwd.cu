@@ -11,13 +11,11 @@
 // Limits:  N <= 65536; float16, bfloat16, float32; sums float32.
 // Config:  pick() below; not yet measured on a GPU.
 // Source:  own work.
-#include "launch.h"
+#include "layer_norm.h"
 
 namespace tfm_kernels {
 
 struct LayerNormBwd {
-  static constexpr int kMaxFeatures = 65536;
-
   Rows dy, dz, z;            // (M, N); dz may be absent
   Rows weight;               // (N,), may be absent
   const float *mean, *rstd;  // (M,); mean null for RMSNorm
@@ -37,13 +35,7 @@ const char* launch(const LayerNormBwd& args, Stream stream);  // null, or what w
 
 namespace layer_norm_bwd {
 
-enum class Shape { warp_512, warp_1024, block, walk };
-
-struct Config {
-  Shape shape;
-  int threads;
-  int blocks_each;  // of a multiprocessor
-};
+using namespace layer_norm;
 
 // The launch for rows of n features: 8 or 16 warps on every multiprocessor, all their registers.
 constexpr Config pick(int n) {
@@ -195,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
     const OptionalTensor& seed, const OptionalTensor& dropout_rows, bool need_dweight,
     bool need_dbias) {
   constexpr const char* kOp = "layer_norm_bwd_cuda";
-  const int n = check_features(z, LayerNormBwd::kMaxFeatures, kOp, "z");
+  const int n = check_features(z, layer_norm::kMaxFeatures, kOp, "z");
   const int64_t rows = z.numel() / n;
   const DType type = dtype_of(z, kOp, "z");
   check_like(dy, z, z.sizes(), kOp, "dy");

@@ -7,12 +7,11 @@
 // Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; sums float32. No atomics.
 // Config:  pick() below; not yet measured on a GPU.
 // Source:  own work.
-#include "launch.h"
+#include "layer_norm.h"
 
 namespace tfm_kernels {
 
 struct LayerNormFwd {
-  static constexpr int kMaxFeatures = 65536;
   Rows x, residual;    // (M, N); residual may be absent
   Rows weight, bias;   // (N,), either may be absent
   void *y, *z;         // (M, N) contiguous of `type`; z null without a residual
@@ -29,13 +28,7 @@ const char* launch(const LayerNormFwd& args, Stream stream);  // null, or what w
 
 namespace layer_norm_fwd {
 
-enum class Shape { warp_512, warp_1024, block, walk };
-
-struct Config {
-  Shape shape;
-  int threads;
-  int blocks_each;  // of a multiprocessor
-};
+using namespace layer_norm;
 
 // The launch for rows of n features: 16 to 32 warps on every multiprocessor.
 constexpr Config pick(int n) {
@@ -173,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd_cuda(
     const OptionalTensor& bias, double eps, bool rms, bool unbiased, double dropout_p,
     const OptionalTensor& seed, const OptionalTensor& dropout_rows) {
   constexpr const char* kOp = "layer_norm_fwd_cuda";
-  const int n = check_features(x, LayerNormFwd::kMaxFeatures, kOp, "x");
+  const int n = check_features(x, layer_norm::kMaxFeatures, kOp, "x");
   const int64_t rows = x.numel() / n;
   check_like(residual, x, x.sizes(), kOp, "residual");
   check_like(weight, x, {n}, kOp, "weight");

@@ -15,7 +15,23 @@ from tfm_kernels import _library
 FILE = Path(__file__).with_name("cuda_kernels.json")
 ARCHITECTURES = ("80", "90a")  # of the committed table
 # families of instructions that are counted, each with the width and kind that follow its name
-COUNTED = ("LDG", "STG", "LDL", "STL", "ATOM", "ATOMG", "RED", "LDS", "STS", "BAR", "SHFL", "HMMA", "HGMMA", "LDGSTS")
+COUNTED = (
+    "LDG",
+    "STG",
+    "LDL",
+    "STL",
+    "ATOM",
+    "ATOMG",
+    "RED",
+    "LDS",
+    "STS",
+    "BAR",
+    "SHFL",
+    "HMMA",
+    "HGMMA",
+    "LDGSTS",
+    "LDSM",
+)
 
 
 def measure():
@@ -61,7 +77,7 @@ def _demangle(names):
     plain = {}
     for name, words in zip(names, done.stdout.splitlines(), strict=True):
         words = re.sub(r"tfm_kernels::|\(anonymous namespace\)::|^void ", "", words)
-        plain[name] = re.sub(r"\(\w+\)(?=\d|true|false)", "", words.split("(Layer")[0])
+        plain[name] = re.sub(r"\(\w+\)(?=\d|true|false)", "", words.rsplit("(", 1)[0])
     return plain
 
 

@@ -3,38 +3,24 @@
 import pytest
 import torch
 
-from bench.gpu import contract, ffn, layer_norm, memory, repeats
+from bench.gpu import ffn, memory
 from bench.gpu.layer_norm import TRITON
-from bench.gpu.part import Room, run
+from tests import bench_gpu_checks as checks
 from tfm_kernels import ops
 
-SMALL = {name: call for name, call in TRITON.branches("cpu").items() if "x63 " in name or "x64 " in name}
-
-
-BLOCKS = {name: call for name, call in ffn.TRITON.branches("cpu").items() if " 70 " in name and "bfloat16" in name}
-
-
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch):
-    """The interpreter is slow, and needs no GPU's worth of rows."""
-    for _, inputs in SMALL.values():
-        for name in ("x", "residual"):
-            if name in inputs:
-                monkeypatch.setitem(inputs, name, inputs[name][:9])
+# the interpreter is slow
+SMALL = checks.small(TRITON, "x63 ", "x64 ", rows=9)
+BLOCKS = {name: call for name, call in checks.small(ffn.TRITON, " 70 ").items() if "bfloat16" in name}
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_guards_and_repeats(name):
-    op, inputs = SMALL[name]
-    assert repeats.repeat(op, inputs, "triton", times=3) == {"repeats": 3}
-    assert memory.guarded_call(op, inputs, "triton") == {}
+    checks.guards_and_repeats(TRITON, *SMALL[name])
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_guards_and_repeats_of_ffn(name):
-    op, inputs = BLOCKS[name]
-    assert repeats.repeat(op, inputs, "triton", times=2) == {"repeats": 2}
-    assert memory.guarded_call(op, inputs, "triton") == {}
+    checks.guards_and_repeats(ffn.TRITON, *BLOCKS[name], times=2)
 
 
 def test_a_write_beside_a_tensor_is_seen(monkeypatch):
@@ -66,19 +52,8 @@ def test_a_read_beside_a_tensor_is_seen(monkeypatch):
 
 
 def test_contract_items_of_ffn(tmp_path):
-    room = Room(tmp_path, {}, 0.0, [ffn.TRITON], "cpu")
-    items = {item.key: item for item in contract.items(room, None)}
-    masks = next(key for key in items if "masks of 7 features, p = 0.5" in key)
-    small = next(key for key in items if "-70-e=16-f=24-" in key)
-    assert run(items[masks])["state"] == "green" and 0 < run(items[small])["C1"] <= 1
+    checks.contract_items(ffn.TRITON, tmp_path, "-70-e=16-f=24-", "masks of 7 features, p = 0.5")
 
 
 def test_contract_items(tmp_path):
-    room = Room(tmp_path, {}, 0.0, [TRITON], "cpu")
-    items = {item.key: item for item in contract.items(room, None)}
-    small = [key for key in items if "-17-width=" in key][:3]
-    for key in small:
-        record = run(items[key])
-        assert record["state"] == "green" and 0 < record["C1"] <= 1 and record["op"] in layer_norm.OPS, record
-    masks = next(key for key in items if "masks of width 7, p = 0.5" in key)
-    assert len(small) == 3 and run(items[masks])["state"] == "green"
+    checks.contract_items(TRITON, tmp_path, "-17-width=", "masks of width 7, p = 0.5", count=3)

@@ -5,17 +5,10 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from tfm_kernels.ops.ffn import BWD, FWD
+from tests import ffn_semantics as semantics
+from tests.fences import fenced, huge
+from tests.ffn_semantics import FAR, apart, randn
 from tfm_kernels.triton import _gemm, _sums, ffn_bwd, ffn_fwd
-
-from ..fences import fenced, huge
-
-SEED = torch.tensor(77)
-FAR = 2**31 + 4096  # elements between two rows
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -23,26 +16,10 @@ def randn(*shape, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (65, 9, 67, 5), (33, 40, 72, 16)], ids=str)
 def test_no_byte_outside(sizes, save, dtype, monkeypatch):
     """Every argument and every result ends at a protected page; the gradients of weights are cut sums too."""
-    rows, width, hidden, out = sizes
-    shapes = {"x": (rows, width), "w1": (hidden, width), "b1": (hidden,), "w2": (out, hidden), "b2": (out,)}
-    given = {name: fenced(randn(*s, dtype=dtype, seed=i)) for i, (name, s) in enumerate(shapes.items())}
-    x, w1, b1, w2, b2 = given.values()
-    gate, dy = fenced(randn(hidden, width, dtype=dtype, seed=8)), fenced(randn(rows, out, dtype=dtype, seed=9))
-    seed, numbers = fenced(SEED), fenced(torch.arange(rows) * 3)
-    random = (3, 0.4, seed, numbers)
-
-    def run(backend):
-        y, preact = FWD[backend](x, w1, b1, w2, b2, gate, *random, save)
-        return y, preact, *BWD[backend](dy, x, w1, b1, w2, gate, preact, *random, *(True,) * 6)
-
-    expected, empty = run("cpu"), torch.empty
+    empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: fenced(empty(*args, **kwargs)))
     monkeypatch.setattr(_gemm, "LEAST_K", 16)
-    found = run("triton")
-    monkeypatch.undo()
-    for a, b in zip(found, expected, strict=True):
-        size = float(b.abs().max()) if b.numel() else 0.0
-        torch.testing.assert_close(a, b, rtol=0, atol=4 * torch.finfo(dtype).eps * size)
+    semantics.assert_no_byte_outside("triton", sizes, save, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +33,9 @@ def space(spaces):
     return spaces[0]
 
 
-def apart(space, t):
-    """``t``, 17 rows: the last lies FAR elements behind the first, and in the second step of a sum over rows."""
-    return space.as_strided((17, t.shape[1]), (FAR // 16, 1)).copy_(t)
-
-
 @pytest.mark.parametrize("name", ["x", "w1", "w2", "gate", "dy"])
 def test_arguments_with_far_rows(space, name):
-    """Forward, and backward with and without preact: each argument is read by rows and by columns."""
-    shapes = {"x": (17, 24), "w1": (17, 24), "w2": (17, 17), "gate": (17, 24), "dy": (17, 17)}
-    given = {name: randn(*s, seed=i) for i, (name, s) in enumerate(shapes.items())}
-    _, preact = FWD["cpu"](given["x"], given["w1"], None, given["w2"], None, given["gate"], 1, 0.0, None, None, True)
-
-    def run(x, w1, w2, gate, dy):
-        results = [FWD["triton"](x, w1, None, w2, None, gate, 1, 0.0, None, None, True)[0]]
-        for residual in (preact, preact.new_empty(0)):
-            needs = (True, True, False, True, True, True)
-            results += BWD["triton"](dy, x, w1, None, w2, gate, residual, 1, 0.0, None, None, *needs)
-        return results
-
-    for a, b in zip(run(**given | {name: apart(space, given[name])}), run(**given), strict=True):
-        assert torch.equal(a, b)
+    semantics.assert_far_rows_arrive("triton", name, space)
 
 
 def run_program(monkeypatch, kernel, programs, **arguments):

@@ -4,6 +4,7 @@ Ninja compiles again only what changed. A build may be of patched sources (tests
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+ENGINE = HERE / "tile_gemm.cu"  # a kernel of the tests' own, on csrc/cuda/tile.cuh
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 
 RULES = """\
@@ -23,7 +25,7 @@ common = -std=c++20 -g1 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextr
   -I{here}/include {sanitize}
 
 rule kernel
-  command = $cxx -MMD -MF $out.d $common -O1 -DTFM_KERNEL_HALF -x c++ -c $in -o $out
+  command = $cxx -MMD -MF $out.d $common -O1 -DTFM_KERNEL_HALF $where -x c++ -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = simt kernels $in
@@ -48,13 +50,24 @@ def sources():
     return sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 
 
+def included(source):
+    """Names of the file itself and of csrc/cuda's files that it includes, and they."""
+    found, left = set(), [source.name]
+    while left:
+        name = left.pop()
+        if name not in found and (source.parent / name).exists():
+            found.add(name)
+            left += re.findall(r'^#include "(.*)"', (source.parent / name).read_text(), re.MULTILINE)
+    return found
+
+
 def build(sanitized=False, patched=None):
     """The shared library that registers every csrc/cuda operator for CPU tensors.
 
     Args:
         sanitized: with AddressSanitizer and UndefinedBehaviorSanitizer.
-        patched: (name, files), a name for the build and file name -> text in place of csrc/cuda's own; only kernels
-            are compiled anew.
+        patched: (name, stems, files), a name for the build and file name -> text in place of csrc/cuda's own; only
+            kernels of files that begin with one of ``stems`` are compiled anew, where they include one of the files.
     """
     cxx = os.environ.get("CXX", "c++")
     key = zlib.crc32(f"{cxx} {torch.__version__} {sanitized}".encode())
@@ -62,25 +75,30 @@ def build(sanitized=False, patched=None):
     place = Path(find_spec("torch").submodule_search_locations[0])
     graph = RULES.format(cxx=cxx, here=HERE, torch=place, sanitize=SANITIZE if sanitized else "")
     if patched is None:
-        objects = [("simt.o", f"runtime {HERE / 'simt.cpp'}")]
+        objects = [("simt.o", f"runtime {HERE / 'simt.cpp'}"), _engine(ROOT / "csrc" / "cuda")]
         for source in sources():
             objects += [(f"{source.stem}.bind.o", f"bind {source}"), (f"{source.stem}.kernel.o", f"kernel {source}")]
         return _ninja(base, graph, objects)
     build(sanitized)
-    name, files = patched
+    name, stems, files = patched
     folder = base / name
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "csrc" / "cuda", folder / "cuda")
     for file, text in files.items():
         (folder / "cuda" / file).write_text(text)
-    kept, objects = [base / "simt.o"], []
+    kept, objects = [base / "simt.o"], [_engine(folder / "cuda")]
     for source in sources():
         kept.append(base / f"{source.stem}.bind.o")
-        if source.name in files or any(not file.endswith(".cu") for file in files):
+        if source.name.startswith(stems) and included(source) & set(files):
             objects.append((f"{source.stem}.kernel.o", f"kernel {folder / 'cuda' / source.name}"))
         else:
             kept.append(base / f"{source.stem}.kernel.o")
     return _ninja(folder, graph, objects, kept)
+
+
+def _engine(cuda):
+    """(object, how ninja makes it) of ENGINE, with csrc/cuda's headers from a folder."""
+    return f"{ENGINE.stem}.kernel.o", f"kernel {ENGINE}\n  where = -I{cuda}"
 
 
 def _ninja(folder, graph, objects, kept=()):

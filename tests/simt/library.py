@@ -8,7 +8,7 @@ import torch
 from tfm_kernels._backend import Choices
 
 # ops whose csrc/cuda kernels run here, -> what they cannot, device aside
-OPS = {"layer_norm": "_gpu_support"}
+OPS = {"layer_norm": "_gpu_support", "attention": "_gpu_cannot", "ffn": "_gpu_support"}
 
 
 class Simt:
@@ -29,6 +29,12 @@ class Simt:
             resident: blocks that run at once.
         """
         self._library.simt_configure(ctypes.c_uint64(seed), multiprocessors, resident)
+
+    def function(self, name, result):
+        """A C function of the library; ``result`` is the type that it returns."""
+        found = getattr(self._library, name)
+        found.restype = result
+        return found
 
     def launches(self):
         """Kernels started since the library was loaded."""

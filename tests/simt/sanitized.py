@@ -11,12 +11,12 @@ import sys
 
 from tests.simt.build import ROOT, build
 
-EVERY = 3  # of the contract's cases
+EVERY = {"norm": 3, "attention": 10, "ffn": 6}  # of the contract's cases
 SHAPES = ((5, 512), (5, 520), (3, 1023), (7, 1024), (3, 1025), (2, 2056), (2, 8193), (2, 16392))
 
 
 def watched(path) -> None:
-    """Every third case of the contract list, every launch, and a word about how many."""
+    """Some cases of the contract list, every launch, and a word about how many."""
     import torch
 
     from tests.cases import CASES, run_case
@@ -25,8 +25,10 @@ def watched(path) -> None:
 
     simt, count = Simt(path), 0
     answer_for_cpu_tensors(dict.__setitem__)
-    cases = [case for case in CASES if "norm" in case.op and case.levels["dtype"] != "f64"]
-    for count, case in enumerate(cases[::EVERY], 1):
+    cases = []
+    for op, every in EVERY.items():
+        cases += [case for case in CASES if op in case.op and case.levels["dtype"] != "f64"][::every]
+    for count, case in enumerate(cases, 1):
         simt.configure(seed=count, multiprocessors=1 + count % 3, resident=1 + count % 4)
         run_case(case, "cuda")
     for rows, width in SHAPES:
@@ -34,6 +36,11 @@ def watched(path) -> None:
             x, residual = torch.randn(2, rows, width).to(dtype)
             options = {"weight": torch.randn(width), "dropout_p": 0.3, "seed": torch.tensor(count)}
             run("add_layer_norm", {"x": x, "residual": residual, **options}, "cuda")
+            count += 1
+    for d in (100, 256):
+        for dtype in (torch.float32, torch.bfloat16):
+            q, k, v = torch.randn(3, 1, 2, 70, d).to(dtype)
+            run("attention", {"query": q, "key": k, "value": v, "mask": torch.rand(70, 70) < 0.7}, "cuda")
             count += 1
     print(f"{count} calls, {simt.launches()} launches, no finding")
 

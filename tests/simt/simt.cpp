@@ -1,9 +1,6 @@
 // The scheduler of simt.h, and the functions by which tests steer it.
 #include "simt.h"
 
-#include <sys/mman.h>
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -14,22 +11,26 @@
 #include <string>
 #include <vector>
 
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/common_interface_defs.h>
-#endif
+#include "fiber.h"
+#include "simt_mma.h"
 
 namespace simt {
 namespace {
 
-constexpr size_t kStack = 256 << 10;  // taken up only as far as it is used
 constexpr unsigned kWarp = 32;
 
 enum class State { ready, at_barrier, at_exchange, done };
 
 struct Block;
 
+struct Copy {  // begun, of the group that is open or of one before
+  void* target;
+  const void* source;
+  int bytes, group;
+};
+
 struct Fiber {
-  ucontext_t context;
+  Context context;
   char* stack = nullptr;
   Block* block = nullptr;
   Dim thread;
@@ -38,6 +39,9 @@ struct Fiber {
   unsigned mask = 0;            // of the exchange that it waits in
   uint64_t values[2] = {0, 0};  // exchanges take turns: a lane may be one ahead of another
   int turn = 0;
+  void (*work)(void* const*) = nullptr;  // of the warp's instruction that it waits in
+  std::vector<Copy> copies;
+  int group = 0;  // of copies: the open one
 };
 
 struct Block {
@@ -45,6 +49,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::unique_ptr<char[]> memory;
   unsigned at_barrier = 0, done = 0;
+  bool votes = false, voted = false;  // at the barrier to come, and at the last one
 };
 
 struct {
@@ -54,13 +59,14 @@ struct {
 } settings;
 
 Fiber* running = nullptr;
-ucontext_t scheduler;
+Context scheduler;
 const std::function<void()>* work = nullptr;
 std::vector<Fiber*> ready, late;  // late ones go on only where no other can
 unsigned laggard = 0;             // the warp of every block that is late; beyond all: none
 std::vector<char*> stacks;
 std::mt19937_64 die;
 std::string error;
+bool stopped = false;
 
 #ifdef __SANITIZE_ADDRESS__
 const void* scheduler_stack = nullptr;
@@ -74,11 +80,11 @@ void switch_to_scheduler(bool ends) {
 #ifdef __SANITIZE_ADDRESS__
   void* fake = nullptr;
   __sanitizer_start_switch_fiber(ends ? nullptr : &fake, scheduler_stack, scheduler_size);
-  swapcontext(&me->context, &scheduler);
+  leave_for(me->context, scheduler);
   __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 #else
   (void)ends;
-  swapcontext(&me->context, &scheduler);
+  leave_for(me->context, scheduler);
 #endif
 }
 
@@ -89,10 +95,10 @@ void switch_to(Fiber* fiber) {
 #ifdef __SANITIZE_ADDRESS__
   void* fake = nullptr;
   __sanitizer_start_switch_fiber(&fake, fiber->stack, kStack);
-  swapcontext(&scheduler, &fiber->context);
+  leave_for(scheduler, fiber->context);
   __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 #else
-  swapcontext(&scheduler, &fiber->context);
+  leave_for(scheduler, fiber->context);
 #endif
   running = nullptr;
 }
@@ -107,27 +113,19 @@ void entry() {
   switch_to_scheduler(true);
 }
 
-char* new_stack() {
-  if (!stacks.empty()) {
-    char* stack = stacks.back();
-    stacks.pop_back();
-    return stack;
-  }
-  void* memory = mmap(nullptr, kStack, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) std::abort();
-  return static_cast<char*>(memory);
+char* a_stack() {
+  if (stacks.empty()) return new_stack();
+  char* stack = stacks.back();
+  stacks.pop_back();
+  return stack;
 }
 
 void prepare(Fiber& fiber, Block& block, unsigned index) {
   fiber.block = &block;
   fiber.index = index;
   fiber.thread = Dim(index, 0, 0);
-  fiber.stack = new_stack();
-  getcontext(&fiber.context);
-  fiber.context.uc_stack = {fiber.stack, 0, kStack};
-  fiber.context.uc_link = nullptr;
-  makecontext(&fiber.context, entry, 0);
+  fiber.stack = a_stack();
+  begin_at(fiber.context, fiber.stack, entry);
   enlist(&fiber);
 }
 
@@ -152,8 +150,8 @@ std::string standstill(const Block& block) {
   for (const Fiber& fiber : block.fibers) exchanging += fiber.state == State::at_exchange;
   return "block " + std::to_string(block.position.x) +
          " stands still: " + std::to_string(block.at_barrier) + " threads wait at a barrier, " +
-         std::to_string(exchanging) + " in a shuffle, " + std::to_string(block.done) +
-         " have ended";
+         std::to_string(exchanging) + " in an instruction of their warp, " +
+         std::to_string(block.done) + " have ended";
 }
 
 }  // namespace
@@ -167,49 +165,101 @@ void let_others() {
   switch_to_scheduler(false);
 }
 
-void barrier() {
+bool barrier(bool vote) {
   Block& mine = *running->block;
   running->state = State::at_barrier;
+  mine.votes = mine.votes || vote;
   if (++mine.at_barrier == mine.fibers.size()) {  // a thread that has ended never comes: an error
     mine.at_barrier = 0;
+    mine.voted = mine.votes;
+    mine.votes = false;
     for (Fiber& fiber : mine.fibers) wake(fiber);
   }
   switch_to_scheduler(false);
+  return mine.voted;
 }
 
-uint64_t exchange(unsigned mask, uint64_t value, unsigned lane) {
+namespace {
+
+// Waits until the lanes in mask have come with the same instruction; the last one does its work.
+void meet_warp(unsigned mask, uint64_t value, void (*instruction)(void* const*)) {
   Fiber& me = *running;
   Block& mine = *me.block;
   const unsigned first = me.index / kWarp * kWarp;
-  const int turn = me.turn;
+  me.values[me.turn] = value;
   me.turn ^= 1;
-  me.values[turn] = value;
   me.mask = mask;
+  me.work = instruction;
   me.state = State::at_exchange;
   bool all = true;
-  for (unsigned i = 0; i < kWarp; ++i) {
+  for (unsigned i = 0; all && i < kWarp; ++i) {
     if (!(mask >> i & 1)) continue;
-    if (first + i >= mine.fibers.size()) {
-      all = false;
-      continue;
-    }
+    all = first + i < mine.fibers.size();
+    if (!all) break;
     const Fiber& other = mine.fibers[first + i];
-    all = all && other.state == State::at_exchange && other.mask == mask && other.turn == me.turn;
+    all = other.state == State::at_exchange && other.mask == mask && other.turn == me.turn &&
+          other.work == instruction;
+  }
+  if (all && instruction != nullptr) {
+    void* lanes[kWarp];
+    for (unsigned i = 0; i < kWarp; ++i)
+      lanes[i] = reinterpret_cast<void*>(mine.fibers[first + i].values[me.turn ^ 1]);
+    instruction(lanes);
   }
   if (all)
     for (unsigned i = 0; i < kWarp; ++i)
       if (mask >> i & 1) wake(mine.fibers[first + i]);
   switch_to_scheduler(false);
+}
+
+}  // namespace
+
+void together(void (*instruction)(void* const*), void* mine) {
+  meet_warp(~0u, reinterpret_cast<uint64_t>(mine), instruction);
+}
+
+void stop(const char* what) {
+  error = what;
+  stopped = true;
+  switch_to_scheduler(false);
+  std::abort();  // nobody goes on
+}
+
+void copy_16(void* target, const void* source, int bytes) {
+  if (bytes < 0 || bytes > 16 || reinterpret_cast<uintptr_t>(target) % 16 != 0 ||
+      (bytes > 0 && reinterpret_cast<uintptr_t>(source) % 16 != 0))
+    stop("a copy of more than 16 bytes, or that is not aligned");
+  std::memset(target, 0xff, 16);
+  running->copies.push_back({target, source, bytes, running->group});
+}
+
+void copy_commit() { ++running->group; }
+
+void copy_wait(int pending) {
+  std::erase_if(running->copies, [&](const Copy& copy) {
+    if (copy.group >= running->group - pending) return false;
+    std::memset(copy.target, 0, 16);
+    std::memcpy(copy.target, copy.source, static_cast<size_t>(copy.bytes));
+    return true;
+  });
+}
+
+uint64_t exchange(unsigned mask, uint64_t value, unsigned lane) {
+  const unsigned first = running->index / kWarp * kWarp;
+  const int turn = running->turn;
+  Block& mine = *running->block;
+  meet_warp(mask, value, nullptr);
   if (lane >= kWarp || !(mask >> lane & 1)) return ~uint64_t{0};  // undefined on a GPU, NaN here
   return mine.fibers[first + lane].values[turn];
 }
 
-const char* launch(Dim blocks, Dim block_threads, size_t shared_bytes,
+const char* launch(Dim blocks, Dim block_threads, size_t shared_bytes, size_t allowed,
                    const std::function<void()>& body) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   error.clear();
-  if (blocks.x < 1 || block_threads.x < 1 || block_threads.x > 1024 || shared_bytes > 48 << 10)
+  stopped = false;
+  if (blocks.x < 1 || block_threads.x < 1 || block_threads.x > 1024 || shared_bytes > allowed)
     return "a launch beyond CUDA's limits";
   ++settings.launches;
   grid_size = blocks;
@@ -244,6 +294,7 @@ const char* launch(Dim blocks, Dim block_threads, size_t shared_bytes,
     from.pop_back();
     Block* its = fiber->block;
     switch_to(fiber);
+    if (stopped) return error.c_str();
     if (its->done == its->fibers.size()) {
       for (Fiber& each : its->fibers) stacks.push_back(each.stack);
       std::erase_if(alive, [&](const auto& each) { return each.get() == its; });

@@ -2,38 +2,32 @@
 
 import pytest
 
-from bench.gpu import build, contract, layer_norm, memory, repeats
+from bench.gpu import build, ffn
 from bench.gpu.layer_norm import CUDA
-from bench.gpu.part import Room, run
+from tests import bench_gpu_checks as checks
 from tfm_kernels import _library
 
-SMALL = {name: call for name, call in CUDA.branches("cpu").items() if "x63 " in name or "x1024 " in name}
+SMALL = checks.small(CUDA, "x63 ", "x1024 ", rows=9)
 
-
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch):
-    for _, inputs in SMALL.values():
-        for name in ("x", "residual"):
-            if name in inputs:
-                monkeypatch.setitem(inputs, name, inputs[name][:9])
+BLOCKS = checks.small(ffn.CUDA, " 70 ")
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_guards_and_repeats(name):
-    op, inputs = SMALL[name]
-    assert repeats.repeat(op, inputs, "cuda", times=3) == {"repeats": 3}
-    assert memory.guarded_call(op, inputs, "cuda") == {}
+    checks.guards_and_repeats(CUDA, *SMALL[name])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_guards_and_repeats_of_ffn(name):
+    checks.guards_and_repeats(ffn.CUDA, *BLOCKS[name])
+
+
+def test_contract_items_of_ffn(tmp_path):
+    checks.contract_items(ffn.CUDA, tmp_path, "-70-e=16-f=24-", "masks of 7 features, p = 0.5", count=2)
 
 
 def test_contract_items(tmp_path):
-    room = Room(tmp_path, {}, 0.0, [CUDA], "cpu")
-    items = {item.key: item for item in contract.items(room, None)}
-    small = [key for key in items if "-17-width=" in key][:3]
-    for key in small:
-        record = run(items[key])
-        assert record["state"] == "green" and 0 < record["C1"] <= 1 and record["op"] in layer_norm.OPS, record
-    masks = next(key for key in items if "masks of width 7, p = 0.5" in key)
-    assert len(small) == 3 and run(items[masks])["state"] == "green"
+    checks.contract_items(CUDA, tmp_path, "-17-width=", "masks of width 7, p = 0.5", count=3)
 
 
 def test_the_extension_is_looked_for_again(monkeypatch):

@@ -65,7 +65,7 @@ def _bwd_fake(dout, dlse, query, key, value, out, lse, bias, keep, key_lengths, 
     return swapped(query), swapped(key), swapped(value), dbias
 
 
-COMPILED = ("cpu", "triton")
+COMPILED = ("cpu", "triton", "cuda")
 _forward = declare("attention_fwd", f"({_ARGUMENTS.format(residuals='')}) -> (Tensor, Tensor)", _fwd_fake, COMPILED)
 _backward = declare(
     "attention_bwd",
@@ -113,7 +113,8 @@ def _cpu_cannot(call: AttentionCall) -> str | None:
     return missing("attention_fwd", "cpu") or missing("attention_bwd", "cpu")
 
 
-def _triton_cannot(call: AttentionCall) -> str | None:
+def _gpu_cannot(call: AttentionCall) -> str | None:
+    """What neither kernel of a GPU can."""
     if call.query.dtype == torch.float64:
         return "has no float64 kernels"
     widest = max(call.query.shape[-1], call.value.shape[-1])
@@ -122,15 +123,35 @@ def _triton_cannot(call: AttentionCall) -> str | None:
     longest = max(call.max_seqlen_q, call.max_seqlen_k)
     if longest >= 1 << 30:
         return f"needs sequences shorter than 2**30, got {longest}"
+    return None
+
+
+def _triton_cannot(call: AttentionCall) -> str | None:
     return (
-        _library.unreachable(call.query.device.type, "triton")
+        _gpu_cannot(call)
+        or _library.unreachable(call.query.device.type, "triton")
         or missing("attention_fwd", "triton")
         or missing("attention_bwd", "triton")
     )
 
 
-SUPPORT = {"reference": lambda call: None, "aten": _aten_cannot, "cpu": _cpu_cannot, "triton": _triton_cannot}
-REMARKS = {"triton": UNPROVEN}
+def _cuda_cannot(call: AttentionCall) -> str | None:
+    return (
+        _library.unreachable(call.query.device.type, "cuda")
+        or _gpu_cannot(call)
+        or missing("attention_fwd", "cuda")
+        or missing("attention_bwd", "cuda")
+    )
+
+
+SUPPORT = {
+    "reference": lambda call: None,
+    "aten": _aten_cannot,
+    "cpu": _cpu_cannot,
+    "triton": _triton_cannot,
+    "cuda": _cuda_cannot,
+}
+REMARKS = dict.fromkeys(("triton", "cuda"), UNPROVEN)
 
 
 def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's name for it)
@@ -252,7 +273,7 @@ def attention(
         seed: () int64 on query's device; None draws one from torch's generator where dropout_p > 0.
         return_lse: also return lse.
         deterministic: the backward repeats bit by bit; False allows atomic sums where they are faster.
-        backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
 
     Returns:
         (B, Hq, Tq, Dv), dtype and device of ``query``; a transposed view of contiguous (B, Tq, Hq, Dv). With

@@ -126,7 +126,7 @@ def attention_varlen(
         seed: () int64 on query's device; None draws one from torch's generator where dropout_p > 0.
         return_lse: also return lse.
         deterministic: the backward repeats bit by bit; False allows atomic sums where they are faster.
-        backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
 
     Returns:
         (total_q, Hq, Dv), dtype and device of ``query``, contiguous. With ``return_lse`` also lse (Hq, total_q),

@@ -25,7 +25,7 @@ from ..aten import ffn as aten
 from ..reference import ffn as reference
 from .ffn_call import ACTIVATIONS, Call, describe, prefer
 
-COMPILED = ("cpu", "triton")
+COMPILED = ("cpu", "triton", "cuda")
 
 
 def _cpu(call: Call) -> str | None:
@@ -34,14 +34,28 @@ def _cpu(call: Call) -> str | None:
     return _library.missing("ffn_fwd", "cpu") or _library.missing("ffn_bwd", "cpu")
 
 
+def _gpu_support(call: Call) -> str | None:
+    """What the kernels of both GPU backends cannot."""
+    return "has no float64 kernels" if call.dtype == torch.float64 else None
+
+
 def _triton(call: Call) -> str | None:
-    if call.dtype == torch.float64:
-        return "has no float64 kernels"
-    return _library.unreachable(call.device, "triton") or _library.missing("ffn_fwd", "triton")
+    return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("ffn_fwd", "triton")
 
 
-SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
-REMARKS = {"triton": _backend.UNPROVEN}
+def _cuda(call: Call) -> str | None:
+    return (
+        _library.unreachable(call.device, "cuda")
+        or _gpu_support(call)
+        or _library.missing("ffn_fwd", "cuda")
+        or _library.missing("ffn_bwd", "cuda")
+    )
+
+
+SUPPORT = {
+    "reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton, "cuda": _cuda,
+}  # fmt: skip
+REMARKS = dict.fromkeys(("triton", "cuda"), _backend.UNPROVEN)
 
 
 OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe, REMARKS))

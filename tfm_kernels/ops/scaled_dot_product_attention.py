@@ -131,7 +131,7 @@ def scaled_dot_product_attention(
         is_causal: query i sees keys j <= i (top-left, also where Tq != Tk); not together with ``attn_mask``.
         scale: factor of the scores, by default 1 / sqrt(D).
         enable_gqa: Hk may be a divisor of Hq.
-        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
 
     Returns:
         (..., Hq, Tq, Dv), dtype and device of ``query``.

@@ -1,0 +1,157 @@
+"""What the norms' GPU kernels have to do wherever they run: imported by the tests of each backend, which say which.
+
+A module that imports these tests has a fixture ``backend``; those that refuse calls also ``refusal``.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tfm_kernels as tfk
+from tests.cases import CASES
+from tfm_kernels import dropout
+from tfm_kernels.ops.layer_norm import BWD, FWD
+from tfm_kernels.testing import invariance
+from tfm_kernels.testing.derivative import assert_opcheck
+
+OPS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SEED = torch.tensor(2**40 + 20261121)
+NORMS = [case for case in CASES if case.op in OPS and case.levels["dtype"] != "f64"]
+PROBABILITIES = (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    """Normal numbers of a seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def calls(width, dtype, rows):
+    """A call of each op, as (op, inputs)."""
+    x, w = randn(rows, width, dtype=dtype), randn(width, dtype=dtype, seed=1)
+    residual = randn(rows, width, seed=2)
+    yield "rms_norm", {"x": x, "weight": w}
+    yield "layer_norm", {"x": x, "bias": w, "unbiased": True}
+    yield "add_rms_norm", {"x": x, "residual": residual.to(dtype), "weight": w.float()}
+    yield "add_layer_norm", {"x": x, "residual": residual, "weight": w.float(), "dropout_p": 0.3, "seed": SEED}
+
+
+@pytest.mark.parametrize("width", [7, 64, 130])
+@pytest.mark.parametrize("p", PROBABILITIES)
+def test_dropout_masks_are_those_of_the_other_backends(backend, width, p):
+    """Forward and backward drop what every backend drops, far row numbers too."""
+    x, zeros = torch.ones(70, width), torch.zeros(70, width)
+    rows = torch.cat([torch.arange(69), torch.tensor([2**33 + 7])])
+    keep = dropout.keep_mask(SEED, p, rows, width)
+
+    def masks(backend):
+        leaves = x.clone().requires_grad_(), zeros.clone().requires_grad_()
+        options = {"dropout_p": p, "seed": SEED, "dropout_rows": rows, "backend": backend}
+        _, z = tfk.ops.add_layer_norm(*leaves, **options)
+        dx, dresidual = torch.autograd.grad(z.sum(), leaves)
+        assert torch.equal(dresidual, x)
+        return z != 0, dx != 0
+
+    for name in (backend, "cpu", "reference"):
+        assert all(torch.equal(mask, keep) for mask in masks(name)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_views_give_the_bits_of_contiguous_tensors(backend, op, dtype):
+    """Views give the bits of contiguous tensors."""
+    inputs = {"x": randn(9, 40, dtype=dtype), "weight": randn(40, dtype=dtype, seed=1)}
+    if op.startswith("add"):
+        inputs["residual"] = randn(9, 40, dtype=dtype, seed=2)
+    invariance.assert_view_equals_contiguous(op, inputs, backend)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(backend, op):
+    """torch.library.opcheck of both operators."""
+    inputs = {"x": randn(9, 36), "weight": randn(36, seed=1)}
+    if op.startswith("add"):
+        inputs |= {"residual": randn(9, 36, seed=2), "dropout_p": 0.25, "seed": SEED}
+    checked = assert_opcheck(op, inputs, backend)
+    assert checked == [f"tfm_kernels::layer_norm_fwd_{backend}", f"tfm_kernels::layer_norm_bwd_{backend}"]
+
+
+def _step(backend):
+    def step(x, residual, weight):
+        seed = torch.full((), 3, device=x.device)
+        y, z = tfk.ops.add_layer_norm(x, residual, weight, dropout_p=0.1, seed=seed, backend=backend)
+        return tfk.ops.rms_norm(y, backend=backend) + z
+
+    return step
+
+
+def test_compiled(backend):
+    """fullgraph=True, forward and backward; an inductor graph calls the operators as they are."""
+    step = _step(backend)
+    leaves = randn(4, 16).requires_grad_(), randn(4, 16, seed=1), randn(16, seed=2).requires_grad_()
+    eager = step(*leaves)
+    graph = torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(graph, eager)
+    torch.testing.assert_close(
+        torch.autograd.grad(graph.sum(), leaves[::2]), torch.autograd.grad(eager.sum(), leaves[::2])
+    )
+
+
+def test_traced_for_a_gpu_that_is_not_there(backend):
+    """Without gradients: torch's autograd ends the process where a CPU build meets a CUDA device."""
+    with FakeTensorMode():
+        shapes = (4, 16), (4, 16), (16,)
+        x, residual, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        out = torch.compile(_step(backend), fullgraph=True, backend="eager")(x, residual, weight)
+        assert out.device.type == "cuda" and out.shape == x.shape and out.dtype == torch.bfloat16
+        row = torch.empty(4, device="cuda")
+        dx, _, dweight, dbias = BWD[backend](x, None, x, row, row, weight, False, False, 0.0, None, None, True, False)
+        assert dx.device.type == dweight.device.type == "cuda" and (dx.shape, dweight.shape) == (x.shape, weight.shape)
+        assert dweight.dtype == torch.float32 and dbias.shape == (0,)
+
+
+def test_backward_of_another_backend(backend):
+    """What the forward saves means the same to every backend."""
+    x, dy, weight = randn(40, 100), randn(40, 100, seed=1), randn(100, seed=2)
+    saved = {name: FWD[name](x, None, weight, None, 1e-5, False, False, 0.0, None, None) for name in ("cpu", backend)}
+    options = (weight, False, False, 0.0, None, None, True, True)
+    expected = BWD["cpu"](dy, None, x, *saved["cpu"][2:], *options)
+    for forward, backward in (("cpu", backend), (backend, "cpu"), (backend, backend)):
+        found = BWD[backward](dy, None, x, *saved[forward][2:], *options)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+X = torch.randn(4, 8)
+ROW = torch.ones(4)
+
+
+def forward(x=X, residual=None, weight=None, p=0.0, seed=None, rows=None):
+    """Backend -> a call of the forward operator itself."""
+    return lambda backend: FWD[backend](x, residual, weight, None, 1e-5, False, False, p, seed, rows)
+
+
+def _backward(dy=X, mean=ROW, rstd=ROW):
+    return lambda backend: BWD[backend](dy, None, X, mean, rstd, None, False, False, 0.0, None, None, True, True)
+
+
+# what csrc/cuda says of a call of the operators themselves that would read outside -> that call on a backend
+REFUSED = {
+    "residual has the wrong shape": forward(residual=X[:2]),
+    "weight has the wrong": forward(weight=torch.ones(3)),
+    "float32, got Long": forward(X.long()),
+    "float32, got Double": forward(X.double()),
+    "seed must be an int64 tensor": forward(residual=X, p=0.5),
+    "dropout_p must lie in": forward(residual=X, p=1.5, seed=SEED),
+    "dropout_rows has the wrong shape": forward(residual=X, p=0.5, seed=SEED, rows=torch.arange(2)),
+    "features, got 0": forward(torch.ones(())),
+    "features, got 65537": forward(torch.ones(1, 65537)),
+    "mean has the wrong shape": _backward(mean=X[0], rstd=X[0]),
+    "dy has the wrong shape": _backward(dy=X[:2]),
+    "mean must be Float": _backward(mean=ROW.double()),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_the_operators_themselves_refuse_what_would_read_outside(backend, words, refusal):
+    with pytest.raises(refusal, match=f"layer_norm_[fb]wd_{backend}: " + (f".*{words}" if backend == "cuda" else "")):
+        REFUSED[words](backend)
