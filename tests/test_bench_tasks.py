@@ -10,7 +10,6 @@ from bench import record, tasks
 
 pytest.importorskip("safetensors")
 TINY = "--steps 2 --d-model 16 --heads 2 --feed-forward 16 --layers 1 --vocabulary 300 --quiet"
-SHARED = record.ROOT / "shared" / "data"
 
 
 def measured(tmp_path, name, data):
@@ -40,10 +39,10 @@ def test_missing_texts_and_unknown_tasks_are_one_sentence(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["character-lm", "classification", "masked-lm"])
 def test_the_commands_fit_the_real_texts(tmp_path, name):
-    absent = [file for file in tasks.TASKS[name].needs if not (SHARED / file).is_file()]
+    absent = [file for file in tasks.TASKS[name].needs if not (tasks.DATA / file).is_file()]
     if absent:
-        pytest.skip(f"needs {SHARED / absent[0]}: real text is kept outside the project")
-    measured(tmp_path, name, SHARED)
+        pytest.skip(f"needs {tasks.DATA / absent[0]}: real text is kept outside the project")
+    measured(tmp_path, name, tasks.DATA)
 
 
 def test_seconds_of_all_parts_are_added():
