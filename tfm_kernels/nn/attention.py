@@ -206,7 +206,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
         weight = self.in_proj_weight[: self.embed_dim] if self._qkv_same_embed_dim else self.q_proj_weight
         return F.linear(query, weight, bias)
-        return F.linear(query, weight, bias)
 
     def _extra_keys(self, k: Tensor, v: Tensor, seq_axis: int) -> tuple[Tensor, Tensor, int]:
         """k and v with what add_bias_kv and add_zero_attn append, and how many positions that is."""
