@@ -75,7 +75,7 @@ def _on_gpu(call: Any) -> Any:
     if hasattr(call, "device"):
         return replace(call, device="cuda")
     with FakeTensorMode():
-        return replace(call, query=torch.empty(call.query.shape, dtype=call.query.dtype, device="cuda"))
+        return call._replace(query=torch.empty(call.query.shape, dtype=call.query.dtype, device="cuda"))
 
 
 def _note(note: str, notes: list[str]) -> int:

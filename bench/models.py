@@ -1,0 +1,213 @@
+"""python -m bench.models: whole models against the same models of torch.nn; bench/results/<device>/models/models.json.
+
+Training: one step (forward, loss, backward, AdamW) of each model of tfm_kernels.models, of the same model from
+torch.nn's layers with their scaled_dot_product_attention, and of that one under torch.compile; same weights, same
+tokens, same dropout rates. Decoding: greedy with the cache, without it, and a torch.nn decoder whose keys and values
+are kept by hand. In turns, in an order shuffled anew each round.
+
+python -m bench.models                    everything, about 6 minutes on 2 cores
+python -m bench.models --only "decoding"  the cases whose name matches
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tfm_kernels as tfk
+from tests.models.peers import Peer
+
+from . import record, timing
+
+PLAN = timing.Plan(seconds=12.0, least=5, most=60)
+SMALL = {"d_model": 128, "nhead": 4, "dim_feedforward": 512, "norm_first": True, "max_length": 512}
+MIDDLE = {"d_model": 256, "nhead": 4, "dim_feedforward": 1024, "norm_first": True, "max_length": 512}
+# name -> (a model, (rows, source length, target length or 0)); the sizes are those of bench.tasks and of the paper
+TRAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
+    "translation 3+3 layers, 256 wide": (
+        lambda: tfk.models.TranslationTransformer(
+            tfk.models.TranslationConfig(8000, 8000, 3, 3, share_embeddings=True, **MIDDLE)
+        ),
+        (64, 24, 24),
+    ),
+    "classifier 2 layers, 128 wide": (
+        lambda: tfk.models.TransformerClassifier(tfk.models.ClassifierConfig(4000, 2, 2, **SMALL)),
+        (64, 48, 0),
+    ),
+    "masked language 4 layers, 256 wide": (
+        lambda: tfk.models.MaskedLanguageModel(tfk.models.MaskedLanguageConfig(8000, 4, **MIDDLE)),
+        (32, 64, 0),
+    ),
+    "causal language 4 layers, 256 wide": (
+        lambda: tfk.models.CausalLanguageModel(tfk.models.CausalLanguageConfig(256, 4, **MIDDLE)),
+        (16, 256, 0),
+    ),
+}
+DECODED = {"decoding 3+3 layers, 256 wide, 32 rows, 64 tokens": MIDDLE}
+
+
+class TorchModel(Peer):
+    """The model of torch.nn, with its table of positions made once and dropout behind the embedding."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        rows = torch.zeros(1, 512, dtype=torch.long)
+        with torch.no_grad():
+            table = super().embed(self.embedding, rows)[0]
+            table -= self.embedding.tokens.weight[0] * math.sqrt(self.config.d_model)
+        self.register_buffer("table", table, persistent=False)
+
+    def embed(self, part: Any, ids: Tensor) -> Tensor:
+        """Token embeddings and positions."""
+        if "table" not in self._buffers:
+            return super().embed(part, ids)
+        x = part.tokens(ids) * math.sqrt(self.config.d_model) + self.table[: ids.shape[1]]
+        return F.dropout(x, self.config.dropout, self.training)
+
+
+def tokens(vocabulary: int, rows: int, length: int) -> Tensor:
+    """(rows, length) token numbers; the rows are evenly from half to the whole length long, the rest is padding 0."""
+    ids = torch.randint(1, vocabulary, (rows, length))
+    lengths = length - torch.arange(rows) * (length // 2) // max(1, rows - 1)
+    return ids.masked_fill(torch.arange(length) >= lengths[:, None], 0)
+
+
+def training_step(model: nn.Module, inputs: list[Tensor], targets: Tensor) -> Callable[[], None]:
+    """One step, as a function that repeats it."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, foreach=True)
+    model.train()
+
+    def step() -> None:
+        scores = model(*inputs)
+        loss = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def trained(name: str) -> dict[str, Callable[[], object]]:
+    """One training step of each implementation."""
+    build, (rows, length, target_length) = TRAINED[name]
+    torch.manual_seed(0)
+    ours = build()
+    config = ours.config
+    inputs = [tokens(config.source_vocab if target_length else config.vocab, rows, length)]
+    if target_length:
+        inputs.append(tokens(config.target_vocab, rows, target_length))
+    targets = torch.randint(1, 2, (rows,)) if "classifier" in name else inputs[-1]
+    theirs, compiled = TorchModel(ours), TorchModel(ours)
+    compiled.compile()
+    models = {"ours": ours, "torch": theirs, "torch.compile": compiled}
+    return {who: training_step(model, inputs, targets) for who, model in models.items()}
+
+
+class KeptByHand:
+    """Greedy decoding by a torch.nn encoder-decoder (pre-LN), keys and values concatenated from step to step."""
+
+    def __init__(self, model: TorchModel) -> None:
+        self.model = model.eval()
+
+    @torch.no_grad()
+    def __call__(self, source: Tensor, new: int) -> Tensor:
+        """(B, 1 + new) tokens, of which the first is 1."""
+        model, decoder = self.model, self.model.transformer.decoder
+        memory = model.transformer.encoder(
+            model.embed(model.source_embedding, source), src_key_padding_mask=source == 0
+        )
+        keep = (source != 0)[:, None, None, :]
+        kept: list[Any] = [None] * len(decoder.layers)
+        across = [heads(layer.multihead_attn, memory, slice(1, 3)) for layer in decoder.layers]
+        ids = torch.ones(source.shape[0], 1, dtype=torch.long)
+        for at in range(new):
+            x = model.embedding.tokens(ids[:, -1:]) * math.sqrt(model.config.d_model) + model.table[at]
+            for number, layer in enumerate(decoder.layers):
+                q, k, v = heads(layer.self_attn, layer.norm1(x), slice(0, 3))
+                if kept[number] is not None:
+                    k, v = (torch.cat(pair, 2) for pair in zip(kept[number], (k, v), strict=True))
+                kept[number] = k, v
+                x = x + joined(layer.self_attn, F.scaled_dot_product_attention(q, k, v))
+                (q,) = heads(layer.multihead_attn, layer.norm2(x), slice(0, 1))
+                x = x + joined(layer.multihead_attn, F.scaled_dot_product_attention(q, *across[number], keep))
+                x = x + layer.linear2(layer.activation(layer.linear1(layer.norm3(x))))
+            scores = model.output(decoder.norm(x))[:, -1]
+            scores[:, 0] = -math.inf
+            ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], 1)
+        return ids
+
+
+def heads(attention: nn.MultiheadAttention, x: Tensor, which: slice) -> list[Tensor]:
+    """Some of q, k, v, each (B, H, T, D)."""
+    width, parts = attention.embed_dim, range(3)[which]
+    rows = slice(parts[0] * width, (parts[-1] + 1) * width)
+    found = F.linear(x, attention.in_proj_weight[rows], attention.in_proj_bias[rows]).chunk(len(parts), -1)
+    return [part.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for part in found]
+
+
+def joined(attention: nn.MultiheadAttention, out: Tensor) -> Tensor:
+    """The heads side by side, projected."""
+    return attention.out_proj(out.transpose(1, 2).flatten(2))
+
+
+def decoded(name: str) -> dict[str, Callable[[], object]]:
+    """One decoding by each implementation."""
+    torch.manual_seed(0)
+    model = tfk.models.TranslationTransformer(tfk.models.TranslationConfig(8000, 8000, 3, 3, **DECODED[name])).eval()
+    source, by_hand = tokens(8000, 32, 24), KeptByHand(TorchModel(model))
+    ours = lambda use_cache: tfk.generate(model, source, 64, bos_id=1, use_cache=use_cache)  # noqa: E731
+    same = (ours(True) == by_hand(source, 64)).float().mean()
+    assert same > 0.9, f"the decoders agree on {same:.0%} of the tokens only"  # ties of untrained scores differ
+    return {"ours": lambda: ours(True), "ours, no cache": lambda: ours(False), "by hand": lambda: by_hand(source, 64)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="REGEX", help="only the cases whose name matches")
+    parser.add_argument("--out", help="the result file; by default bench/results/<device>/models/models.json")
+    options = parser.parse_args(arguments)
+    found: dict[str, Any] = {"environment": record.environment(), "cases": {}}
+    for name, make in {**dict.fromkeys(TRAINED, trained), **dict.fromkeys(DECODED, decoded)}.items():
+        if not re.search(options.only, name):
+            continue
+        runs = make(name)
+        for run in runs.values():
+            run(), run()  # torch.compile compiles, kernels and memory warm up
+        samples = timing.interleave({who: _timed(run) for who, run in runs.items()}, PLAN)
+        seconds = {who: [sample[0] for sample in taken] for who, taken in samples.items()}
+        case = {who: vars(timing.spread(taken)) for who, taken in seconds.items()}
+        case["times"] = {
+            who: 1.0 / timing.paired_ratio(seconds["ours"], taken) for who, taken in seconds.items() if who != "ours"
+        }
+        found["cases"][name] = case
+        faster = ", ".join(f"{times:.2f}x {who}" for who, times in case["times"].items())
+        print(f"{name}: {case['ours']['median'] * 1e3:.0f} ms, {faster}", flush=True)
+    out = record.ROOT / (options.out or f"bench/results/{found['environment']['device']}/models/models.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _timed(run: Callable[[], object]) -> timing.Sampler:
+    def sample() -> tuple[float, ...]:
+        begin = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin,)
+
+    return sample
+
+
+if __name__ == "__main__":
+    sys.exit(main())
