@@ -67,11 +67,12 @@ class Worker {
         if (mine(j)) give_row(j, mem.sum_dk + j * a.d, mem.sum_dv + j * a.dv);
   }
 
-  // Whether key j is one that this unit writes.
+  // Whether key j is one that this unit writes; units share keys only where the group's heads have
+  // the same columns.
   bool mine(int64_t j) const {
     const int64_t column = j - columns.first;
-    return column >= 0 && column < columns.range &&
-           (a.splits == 1 || column / a.tile % a.splits == split);
+    return a.splits == 1 ||
+           (column >= 0 && column < columns.range && column / a.tile % a.splits == split);
   }
 
   static int64_t padded_keys(int64_t n) { return padded_rows(n, 16, kPanel); }

@@ -119,6 +119,10 @@ Columns find_columns(const AttentionArgs& a, const Sequence& s, int64_t h, Colum
   }
   scratch.rank[c.range] = count;
   c.elementwise = a.keep.data && a.keep.stride_t != 0 && a.keep.stride_d != 0;
+  if (count > 0 && scratch.index[count - 1] - scratch.index[0] + 1 == count) {  // one run of keys
+    c.first = scratch.index[0];
+    c.range = c.count = count;
+  }
   if (count == c.range) return c;
   const bool gathers = a.bias.data || a.dropout.active() || c.elementwise;
   if (!gathers || count <= c.range * 3 / 4) {
