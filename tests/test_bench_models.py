@@ -1,0 +1,49 @@
+"""bench.models: what is timed computes the same, and the result file says what ran."""
+
+import json
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from bench import models, timing
+
+TINY = {"d_model": 16, "nhead": 2, "dim_feedforward": 16, "norm_first": True, "max_length": 512}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    build = lambda: tfk.models.TransformerClassifier(tfk.models.ClassifierConfig(50, 2, 1, **TINY))  # noqa: E731
+    monkeypatch.setattr(models, "TRAINED", {"classifier": (build, (4, 12, 0))})
+    monkeypatch.setattr(models, "DECODED", {"decoding": TINY})
+    monkeypatch.setattr(models, "PLAN", timing.Plan(seconds=0.0, least=1, most=1))
+    monkeypatch.setattr(models.TorchModel, "compile", lambda self: None)  # takes seconds, and is PyTorch's own
+
+
+def test_every_implementation_is_timed_and_written(tmp_path, capsys):
+    out = tmp_path / "models.json"
+    assert models.main(["--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert set(found["cases"]) == {"classifier", "decoding"} and found["environment"]["torch"] == torch.__version__
+    assert set(found["cases"]["classifier"]["times"]) == {"torch", "torch.compile"}
+    assert set(found["cases"]["decoding"]["times"]) == {"ours, no cache", "by hand"}
+    assert all(case["ours"]["median"] > 0 for case in found["cases"].values())
+    assert "x torch.compile" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length", [3, 12])
+def test_the_torch_model_computes_the_same(length):
+    torch.manual_seed(0)
+    ours = models.TRAINED["classifier"][0]().eval()
+    ids = models.tokens(50, 4, length)
+    assert (ids == 0).any() and (ids != 0).any(1).all()
+    torch.testing.assert_close(models.TorchModel(ours).eval()(ids), ours(ids))
+
+
+def test_decoders_write_the_same_tokens():
+    torch.manual_seed(0)
+    config = tfk.models.TranslationConfig(30, 30, 1, 1, **TINY)
+    model = tfk.models.TranslationTransformer(config).eval()
+    source = models.tokens(30, 5, 9)
+    by_hand = models.KeptByHand(models.TorchModel(model))(source, 7)
+    assert torch.equal(tfk.generate(model, source, 7, bos_id=1), by_hand)
