@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_bwd_cuda(
   AttentionBwd args{};
   args.call = call.args;
   args.out = call.heads(out), args.dout = call.heads(dout);
-  args.dq = call.heads(dq), args.dk = call.heads(dk), args.dv = call.heads(dv);
+  args.dq = call.result(dq), args.dk = call.result(dk), args.dv = call.result(dv);
   args.lse = static_cast<const float*>(lse_rows.const_data_ptr());
   args.dlse = dlse ? static_cast<const float*>(dlse_rows->const_data_ptr()) : nullptr;
   args.rows = static_cast<float*>(rows.mutable_data_ptr());

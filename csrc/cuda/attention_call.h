@@ -94,6 +94,15 @@ class AttentionCall {
     return found;
   }
 
+  // A result, which is stored in packs of 16 bytes only where its rows are whole packs: the strides
+  // of a tensor of one row do not say so.
+  Heads result(const Tensor& t) const {
+    Heads found = heads(t);
+    const int64_t bytes = t.size(t.dim() - 1) * kItemSize[static_cast<int>(args.type)];
+    found.aligned = found.aligned && bytes % 16 == 0;
+    return found;
+  }
+
   // Empty, of t's shape but for the last axis, stored as (B, T, H, width).
   Tensor empty_like(const Tensor& t, int width) const {
     if (packed) return empty(t, {t.size(0), t.size(1), width}, t.scalar_type());

@@ -179,7 +179,7 @@ std::tuple<Tensor, Tensor> attention_fwd_cuda(
   if (out.numel() == 0) return {out, lse};
   AttentionFwd args{};
   args.call = call.args;
-  args.out = call.heads(out);
+  args.out = call.result(out);
   args.lse = static_cast<float*>(lse.mutable_data_ptr());
   check_launch(launch(args, device.stream), call.op);
   return {out, lse};
