@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from bench import models, timing
+from bench import models, record, timing
 
 TINY = {"d_model": 16, "nhead": 2, "dim_feedforward": 16, "norm_first": True, "max_length": 512}
 
@@ -47,3 +47,12 @@ def test_decoders_write_the_same_tokens():
     source = models.tokens(30, 5, 9)
     by_hand = models.KeptByHand(models.TorchModel(model))(source, 7)
     assert torch.equal(tfk.generate(model, source, 7, bos_id=1), by_hand)
+
+
+def test_readme_quotes_the_recorded_results():
+    readme = (record.ROOT / "README.md").read_text()
+    found = json.loads((record.RESULTS / "cpu" / "models" / "models.json").read_text())
+    for name, case in found["cases"].items():
+        (line,) = (line for line in readme.splitlines() if name in line)
+        assert f"{case['ours']['median'] * 1e3:.0f} ms" in line
+        assert all(f"{times:.2f}x" in line for times in case["times"].values())
