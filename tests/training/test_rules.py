@@ -1,6 +1,9 @@
 """Schedules, loss, weight decay and masking against their formulas, written out."""
 
 import math
+import platform
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -121,3 +124,25 @@ def test_masking_follows_its_seed():
 def test_seeds_are_the_same_everywhere():
     assert seeds.derive(0, "step", 1, 0) == 1103592549415215854
     assert len({seeds.derive(0, "step", step, rank) for step in range(100) for rank in range(4)}) == 400
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_is_kept():
+    """Of ten fresh 64 MiB tensors, all but the first reuse pages: no new faults (in a process of its own)."""
+    script = """
+import resource, torch
+from tfm_kernels.training.allocator import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(16 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+given_back = faults()
+assert keep_freed_memory()
+faults()
+print(given_back, faults())
+"""
+    given_back, kept = map(
+        int, subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert kept < 0.1 * given_back

@@ -193,6 +193,7 @@ def _train(options: argparse.Namespace, job: Job) -> int:
     import torch
 
     from .. import training
+    from ..training.allocator import keep_freed_memory
     from ..training.checkpoint import safetensors
     from ..training.loop import as_dict
     from ..training.run_folder import begin, build, held
@@ -211,6 +212,7 @@ def _train(options: argparse.Namespace, job: Job) -> int:
     )
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda needs a CUDA build of torch and a GPU; one of them is not here")
+    keep_freed_memory()
     with training.processes(options.device) as here, ExitStack() as stack:
         torch.manual_seed(options.seed)
         model = build(job.task, job.sizes)
