@@ -115,3 +115,12 @@ def dtype_name(value: Tensor | torch.dtype) -> str:
 def _names(given: dict[str, Tensor]) -> str:
     names = list(given)
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+
+
+def records_graph(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed from any of these."""
+    if torch.is_grad_enabled():
+        for value in tensors:
+            if value is not None and value.requires_grad:
+                return True
+    return False

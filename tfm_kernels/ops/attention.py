@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _library, dropout
+from .. import _check, _library, dropout
 from .._backend import UNPROVEN, Choices, Op, register, select
 from .._library import declare, differentiate, missing, signature
 from ..aten import attention as aten
@@ -177,8 +177,7 @@ def _has_few_queries(call: AttentionCall) -> bool:
     """
     if torch.compiler.is_compiling():  # a compiled graph must not depend on the lengths
         return False
-    tensors = call.query, call.key, call.value
-    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    training = _check.records_graph(call.query, call.key, call.value)
     queries_from = _QUERIES_FROM_WITH_TILES if _library.bf16_tiles else _QUERIES_FROM
     return (
         call.max_seqlen_q < queries_from.get((call.query.dtype, training), 0)

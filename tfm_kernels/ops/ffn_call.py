@@ -88,5 +88,5 @@ def describe(
     if dropout_rows is not None:
         _check.dropout_rows("ffn", dropout_rows, rows)
         _check.same_device("ffn", x=x, dropout_rows=dropout_rows)
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())
+    training = _check.records_graph(*tensors.values())
     return Call(x.device.type, x.dtype, rows, width, hidden, out, gate is not None, dropout_p, training)

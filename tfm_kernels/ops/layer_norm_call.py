@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from .. import _check
 
@@ -73,16 +72,7 @@ def describe(op: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_r
     rows = x.numel() // x.shape[-1]
     _check.dropout_rows(op, dropout_rows, rows)
     mixed = any(p is not None and p.dtype != dtype for p in (weight, bias))
-    training = records_graph(x, residual, weight, bias)
+    training = _check.records_graph(x, residual, weight, bias)
     return Call(
         x.device.type, dtype, rows, x.shape[-1], mixed, rms, residual is not None, unbiased, dropout_p, training
     )
-
-
-def records_graph(*tensors: Tensor | None) -> bool:
-    """Whether a graph will be recorded."""
-    if torch.is_grad_enabled():
-        for value in tensors:
-            if value is not None and value.requires_grad:
-                return True
-    return False

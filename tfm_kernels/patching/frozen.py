@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .. import _check
 from . import guard, onednn
 
 FROZEN = "_tfm_kernels_frozen"  # in a module's __dict__, so that copies of a frozen model are frozen
@@ -86,7 +87,7 @@ def product(x: Tensor, module: nn.Module, weight: Tensor, bias: Tensor | None) -
     """
     if torch.compiler.is_compiling() or FROZEN not in module.__dict__:
         return None
-    if module.training or guard.needs_gradient(x, weight, bias):
+    if module.training or _check.records_graph(x, weight, bias):
         raise RuntimeError(_REFUSAL)
     if x.shape[-1] != weight.shape[-1] or not _pays(x, weight) or not _can_keep(x, weight):
         return None

@@ -103,8 +103,3 @@ def tracing(*tensors: torch.Tensor) -> bool:
     if any(type(t) is not torch.Tensor and type(t) is not nn.Parameter for t in tensors):
         return True  # fake tensors, proxies, other subclasses
     return any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
-
-
-def needs_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd records what is computed from any of these."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

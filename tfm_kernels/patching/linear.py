@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import frozen, guard, onednn
+from .. import _check
+from . import frozen, onednn
 
 _WIDEN_ROWS = 16  # below, widening the weights costs more than it gains
 _ONEDNN_ROWS = 64  # below, oneDNN's reordering of the weights shows
@@ -39,6 +40,6 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
 
 def _alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the call is nobody's matter but ours: no gradient, no autocast, one dtype."""
-    if guard.needs_gradient(x, weight, bias):
+    if _check.records_graph(x, weight, bias):
         return False
     return weight.dtype == x.dtype and not torch.is_autocast_enabled("cpu") and x.numel() > 0
