@@ -120,9 +120,9 @@ def unreachable(device: str, backend: str) -> str | None:
     return None if device == "cuda" or interpreted else f"needs a CUDA tensor, got {device}"
 
 
-def missing(name: str, backend: str) -> str | None:
-    """None where the kernel of ``<name>_<backend>`` is registered, else one sentence why it is not."""
-    return _missing[f"{name}_{backend}"]
+def missing(op: str, backend: str) -> str | None:
+    """None where the backend's kernels of both directions of ``op`` are registered, else one sentence why not."""
+    return _missing[f"{op}_fwd_{backend}"] or _missing[f"{op}_bwd_{backend}"]
 
 
 def kernels() -> dict[str, str | None]:

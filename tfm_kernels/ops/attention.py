@@ -110,7 +110,7 @@ def _aten_cannot(call: AttentionCall) -> str | None:
 def _cpu_cannot(call: AttentionCall) -> str | None:
     if call.query.device.type != "cpu":
         return f"needs a CPU tensor, got {call.query.device}"
-    return missing("attention_fwd", "cpu") or missing("attention_bwd", "cpu")
+    return missing("attention", "cpu")
 
 
 def _gpu_cannot(call: AttentionCall) -> str | None:
@@ -127,21 +127,11 @@ def _gpu_cannot(call: AttentionCall) -> str | None:
 
 
 def _triton_cannot(call: AttentionCall) -> str | None:
-    return (
-        _gpu_cannot(call)
-        or _library.unreachable(call.query.device.type, "triton")
-        or missing("attention_fwd", "triton")
-        or missing("attention_bwd", "triton")
-    )
+    return _gpu_cannot(call) or _library.unreachable(call.query.device.type, "triton") or missing("attention", "triton")
 
 
 def _cuda_cannot(call: AttentionCall) -> str | None:
-    return (
-        _library.unreachable(call.query.device.type, "cuda")
-        or _gpu_cannot(call)
-        or missing("attention_fwd", "cuda")
-        or missing("attention_bwd", "cuda")
-    )
+    return _library.unreachable(call.query.device.type, "cuda") or _gpu_cannot(call) or missing("attention", "cuda")
 
 
 SUPPORT = {

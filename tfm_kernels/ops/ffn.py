@@ -31,7 +31,7 @@ COMPILED = ("cpu", "triton", "cuda")
 def _cpu(call: Call) -> str | None:
     if call.device != "cpu":
         return f"needs a CPU tensor, got {call.device}"
-    return _library.missing("ffn_fwd", "cpu") or _library.missing("ffn_bwd", "cpu")
+    return _library.missing("ffn", "cpu")
 
 
 def _gpu_support(call: Call) -> str | None:
@@ -40,16 +40,11 @@ def _gpu_support(call: Call) -> str | None:
 
 
 def _triton(call: Call) -> str | None:
-    return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("ffn_fwd", "triton")
+    return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("ffn", "triton")
 
 
 def _cuda(call: Call) -> str | None:
-    return (
-        _library.unreachable(call.device, "cuda")
-        or _gpu_support(call)
-        or _library.missing("ffn_fwd", "cuda")
-        or _library.missing("ffn_bwd", "cuda")
-    )
+    return _library.unreachable(call.device, "cuda") or _gpu_support(call) or _library.missing("ffn", "cuda")
 
 
 SUPPORT = {

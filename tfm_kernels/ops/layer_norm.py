@@ -105,7 +105,7 @@ def _aten_support(call: Call) -> str | None:
 def _cpu_support(call: Call) -> str | None:
     if call.device != "cpu":
         return f"needs a CPU tensor, got {call.device}"
-    return _library.missing("layer_norm_fwd", "cpu") or _library.missing("layer_norm_bwd", "cpu")
+    return _library.missing("layer_norm", "cpu")
 
 
 def _gpu_support(call: Call) -> str | None:
@@ -116,20 +116,11 @@ def _gpu_support(call: Call) -> str | None:
 
 
 def _triton_support(call: Call) -> str | None:
-    return (
-        _gpu_support(call)
-        or _library.unreachable(call.device, "triton")
-        or _library.missing("layer_norm_fwd", "triton")
-    )
+    return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("layer_norm", "triton")
 
 
 def _cuda_support(call: Call) -> str | None:
-    return (
-        _library.unreachable(call.device, "cuda")
-        or _gpu_support(call)
-        or _library.missing("layer_norm_fwd", "cuda")
-        or _library.missing("layer_norm_bwd", "cuda")
-    )
+    return _library.unreachable(call.device, "cuda") or _gpu_support(call) or _library.missing("layer_norm", "cuda")
 
 
 SUPPORT = {
