@@ -7,6 +7,7 @@ because every attention call looks at the values of lengths to check them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 from ..mask import Mask
 
 
-class AttentionCache:
+class AttentionCache(ABC):
     """What ``MultiheadAttention`` takes as ``attn_mask`` to be told its keys and values instead of projecting them."""
 
+    @abstractmethod
     def attended(self, attention: Any, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Mask | None]:
         """q, k, v, all (B, H, T, D), and the mask of one call of ``attention``."""
-        raise NotImplementedError
 
 
 class Reserved:
