@@ -1,7 +1,6 @@
 // dk and dv of attention, A.5 and A.9: the largest launch of attention_bwd (attention_bwd.cu).
-// Owns:    a block = up to 64 keys of one key head, 16 a warp, which stay in shared memory; tiles
-// of
-//          queries pass, head after head of the group: every sum has a fixed order, and no two
+// Owns:    a block = up to 64 keys of one key head, 16 a warp, which stay in shared memory. Tiles
+//          of queries pass, head after head of the group: every sum has a fixed order, and no two
 //          blocks add to one number.
 // Method:  scores are made again as (keys, queries), so that weights and dx are, as they lie, left
 //          factors. Heads wider than 128 take two launches, since dk and dv do not fit into the

@@ -103,16 +103,7 @@ __global__ void __launch_bounds__(attention_fwd::kWarps* kWarp, 1)
     copy_wait<0>();
     __syncthreads();  // the values are there, and nobody reads the keys any more
     if (next < walk.met.end) copy_keys(call.k, k_tile, k, next, call.d);
-    if (!idle) {
-#pragma unroll
-      for (int step = 0; step < kN / 2; ++step) {
-        Left<T> left[kM];
-#pragma unroll
-        for (int m = 0; m < kM; ++m) make_left(left[m], p[m][2 * step], p[m][2 * step + 1]);
-        multiply_add<Lie::turned>(out, left, v_tile, kStride, 0, step * kStep, call.dv,
-                                  ChosenRows{seen});
-      }
-    }
+    if (!idle) add_weighted<width>(out, p, v_tile, call.dv, seen);
     n0 = next;
   }
   copy_wait<0>();

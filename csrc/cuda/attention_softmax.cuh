@@ -40,6 +40,20 @@ __device__ inline void add_dots(float (&dots)[kM][kN][4], const T* a, const T* b
   }
 }
 
+// sums += weights of 16 kM rows times a turned tile of 8 kN rows, of which those with a bit count.
+template <int width, typename T, int kM, int kN, int kOut>
+__device__ inline void add_weighted(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4],
+                                    const T* tile, int d, uint64_t chosen) {
+#pragma unroll
+  for (int step = 0; step < kN / 2; ++step) {
+    Left<T> left[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) make_left(left[m], weights[m][2 * step], weights[m][2 * step + 1]);
+    multiply_add<Lie::turned>(sums, left, tile, kTileStride<T, width>, 0, step * kStep, d,
+                              ChosenRows{chosen});
+  }
+}
+
 // Calls op(sum, place) for a warp's sums that are not -inf: place is where the pair lies in
 // `pairs`.
 template <bool turned, int kM, int kN, typename Op>
