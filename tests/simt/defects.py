@@ -8,7 +8,6 @@ from tests.fences import fenced, huge
 from tests.simt.build import ROOT
 from tfm_kernels.ops.layer_norm import BWD, FWD
 from tfm_kernels.testing import assert_contract
-from tfm_kernels.testing.contract import run
 
 FWD_FILE, BWD_FILE = "layer_norm_fwd.cu", "layer_norm_bwd.cu"
 
@@ -141,14 +140,7 @@ def trial(simt):
         assert_contract(op, _call(op, rows, width, dtype), "cuda")
     assert_contract("layer_norm", {"x": randn(5, 640, mean=1e3), "unbiased": False}, "cuda")
     for op, rows, width, dtype in cases:
-        inputs = _call(op, rows, width, dtype)
-        first = run(op, inputs, "cuda")
-        for seed in range(2, 8):
-            simt.configure(seed, multiprocessors=3, resident=1 + seed % 3)
-            again = run(op, inputs, "cuda", douts=first.douts)
-            for name, t in [*first.outputs.items(), *first.grads.items()]:
-                other = again.outputs.get(name) if name in first.outputs else again.grads[name]
-                assert torch.equal(t, other), f"{op} {name}: seed {seed} differs"
+        simt.assert_schedules_agree(op, _call(op, rows, width, dtype), range(2, 8), multiprocessors=3, most=3)
     _far_rows()
 
 

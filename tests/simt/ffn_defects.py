@@ -8,7 +8,6 @@ from tests import ffn_semantics as semantics
 from tests.fences import fenced, huge
 from tests.simt.defects import defect
 from tfm_kernels.testing import assert_contract
-from tfm_kernels.testing.contract import run
 
 COPIES, PRODUCTS, FWD_FILE, BWD_FILE = "gemm.cuh", "gemm.cu", "ffn_fwd.cu", "ffn_bwd.cu"
 FREE = "    __syncthreads();  // the memory is free for the next tile\n"
@@ -90,12 +89,6 @@ def trial(simt):
         given = semantics.block(*sizes, dtype, gated) | {"activation": activation}
         given = {name: fenced(t) if isinstance(t, torch.Tensor) and t.dim() else t for name, t in given.items()}
         assert_contract("ffn", given, "cuda")
-        first = run("ffn", given, "cuda")
-        for seed in range(2, 8):
-            simt.configure(seed, multiprocessors=2, resident=1 + seed % 3)
-            again = run("ffn", given, "cuda", douts=first.douts)
-            assert torch.equal(again.outputs["y"], first.outputs["y"]), f"{sizes}: seed {seed} differs"
-            for name, t in first.grads.items():
-                assert torch.equal(again.grads[name], t), f"{sizes} d{name}: seed {seed} differs"
+        simt.assert_schedules_agree("ffn", given, range(2, 8), multiprocessors=2, most=3)
     semantics.test_dropout_masks_are_those_of_the_other_backends("cuda", 7, 0.1)
     semantics.assert_far_rows_arrive("cuda", "x", huge(semantics.FAR + 2**17, torch.float32))

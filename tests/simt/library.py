@@ -6,6 +6,8 @@ from importlib import import_module
 import torch
 
 from tfm_kernels._backend import Choices
+from tfm_kernels.testing.contract import run
+from tfm_kernels.testing.exact import assert_same_bits
 
 # ops whose csrc/cuda kernels run here, -> what they cannot, device aside
 OPS = {"layer_norm": "_gpu_support", "attention": "_gpu_cannot", "ffn": "_gpu_support"}
@@ -29,6 +31,14 @@ class Simt:
             resident: blocks that run at once.
         """
         self._library.simt_configure(ctypes.c_uint64(seed), multiprocessors, resident)
+
+    def assert_schedules_agree(self, op, inputs, seeds, multiprocessors, most):
+        """Runs an op under other schedules, of 1 to ``most`` blocks at once: outputs and gradients keep their bits."""
+        expected = run(op, inputs, "cuda")
+        for seed in seeds:
+            self.configure(seed, multiprocessors, resident=1 + seed % most)
+            found = run(op, inputs, "cuda", douts=expected.douts)
+            assert_same_bits(expected.outputs | expected.grads, found.outputs | found.grads, f"{op}, schedule {seed}")
 
     def function(self, name, result):
         """A C function of the library; ``result`` is the type that it returns."""
