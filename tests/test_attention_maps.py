@@ -1,4 +1,7 @@
-"""Attention maps: those of torch.nn and of transformers' eager attention; nothing left behind; pictures of them."""
+"""Attention maps: those of torch.nn and of transformers' eager attention; nothing left behind; pictures of them.
+
+What is compared runs in float64, where only a mistake is larger than 1e-9.
+"""
 
 import copy
 import struct
@@ -23,7 +26,7 @@ FUTURE = torch.ones(6, 6, dtype=torch.bool).triu(1)
 def assert_maps(found, expected):
     assert list(found) == list(expected)
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("backend", ["reference", "aten", "cpu", None])
@@ -32,12 +35,12 @@ def test_maps_are_those_of_torch_nn(norm_first, backend):
     """Of every attention of an encoder-decoder: torch's module gives them, asked layer by layer."""
     torch.manual_seed(0)
     sizes = {"dropout": 0.3, "batch_first": True, "norm_first": norm_first}
-    model = tfk.nn.Transformer(16, 4, 2, 2, 24, **sizes, backend=backend)
-    source, target = torch.randn(3, 7, 16), torch.randn(3, 6, 16)
+    model = tfk.nn.Transformer(16, 4, 2, 2, 24, **sizes, dtype=torch.float64, backend=backend)
+    source, target = torch.randn(3, 7, 16).double(), torch.randn(3, 6, 16).double()
     expected = {}
 
     def keep(name, module):
-        theirs = nn.MultiheadAttention(16, 4, batch_first=True)
+        theirs = nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
         theirs.load_state_dict(module.state_dict())
 
         def hook(module, args, kwargs, output):
@@ -60,17 +63,17 @@ def test_maps_are_those_of_torch_nn(norm_first, backend):
 
 @pytest.mark.parametrize("kind", ["translation", "causal", "masked", "classifier"])
 def test_our_models(kind):
-    model, ids = small(kind), inputs(kind)
+    model, ids = small(kind, dtype=torch.float64), inputs(kind)
     maps = tfk.get_attention_maps(model, *ids)
     assert len(maps) == {"translation": 6}.get(kind, 2)
     for name, tensor in maps.items():
         source = ids[0] if "multihead" in name or "encoder" in name else ids[-1]
         seen = tensor * (source == 0)[:, None, None, :]
         assert not seen.any()  # padding gets no weight
-        torch.testing.assert_close(tensor.sum(-1), torch.ones(tensor.shape[:-1]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(tensor.sum(-1), torch.ones(tensor.shape[:-1]).double(), rtol=1e-12, atol=0)
         if kind == "causal" or ".decoder." in name and "self" in name:
             assert not tensor.triu(1).any()
-    assert torch.equal(model(*ids), small(kind)(*ids))
+    assert torch.equal(model(*ids), small(kind, dtype=torch.float64)(*ids))
 
 
 def test_chosen_layers_and_heads():
@@ -94,9 +97,9 @@ def test_chosen_layers_and_heads():
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_patched_encoders_of_torch_nn(packed):
-    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.2, batch_first=True)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.2, batch_first=True, dtype=torch.float64)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x, expected = torch.randn(3, 7, 16), {}
+    x, expected = torch.randn(3, 7, 16).double(), {}
     plain = copy.deepcopy(model).eval()
     y = x
     for i, layer in enumerate(plain.layers):
@@ -110,7 +113,7 @@ def test_patched_encoders_of_torch_nn(packed):
     assert len(found) == 2
     for tensor, name in zip(found.values(), expected, strict=True):
         live = ~PAD[:, None, :, None] if packed else torch.ones(1, dtype=torch.bool)
-        torch.testing.assert_close(tensor * live, expected[name] * live, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tensor * live, expected[name] * live, rtol=1e-9, atol=1e-12)
         if packed:
             assert not (tensor * PAD[:, None, :, None]).any()  # packed runs have no padded queries
 
@@ -118,7 +121,7 @@ def test_patched_encoders_of_torch_nn(packed):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("make", [bert, distilbert])
 def test_patched_bert_gives_what_eager_attention_gives(make, packed):
-    model = make()
+    model = make().double()
     ids, keep = batch()
     model.set_attn_implementation("eager")
     expected = model(ids, attention_mask=keep, output_attentions=True).attentions
@@ -129,7 +132,7 @@ def test_patched_bert_gives_what_eager_attention_gives(make, packed):
     assert len(found) == len(expected) == 2
     for (name, tensor), wanted in zip(found.items(), expected, strict=True):
         assert "layer.0" in name or "layer.1" in name
-        torch.testing.assert_close(tensor * live, wanted.detach() * live, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tensor * live, wanted.detach() * live, rtol=1e-9, atol=1e-12)
     assert report.fallbacks == {}  # the fused layers ran
 
 
@@ -137,7 +140,7 @@ def test_patched_gpt2_gives_what_eager_attention_gives():
     hf = transformers()
     torch.manual_seed(0)
     config = hf.GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=20)
-    model = hf.GPT2LMHeadModel(config).eval()
+    model = hf.GPT2LMHeadModel(config).double().eval()
     ids = torch.randint(0, V, (2, 6))
     model.set_attn_implementation("eager")
     expected = model(ids, output_attentions=True).attentions
@@ -146,7 +149,7 @@ def test_patched_gpt2_gives_what_eager_attention_gives():
     found = tfk.get_attention_maps(model, ids)
     assert list(found) == ["transformer.h.0.attn", "transformer.h.1.attn"]
     for tensor, wanted in zip(found.values(), expected, strict=True):
-        torch.testing.assert_close(tensor, wanted.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tensor, wanted.detach(), rtol=1e-9, atol=1e-12)
 
 
 def test_hand_written_classes():
@@ -162,7 +165,7 @@ def test_hand_written_classes():
             return self.block(x, x, x, mask)
 
     torch.manual_seed(0)
-    model, x, mask = Model().eval(), torch.randn(2, 5, 16), torch.ones(5, 5).tril()
+    model, x, mask = Model().double().eval(), torch.randn(2, 5, 16).double(), torch.ones(5, 5).tril()
     attention = model.block.sublayer
     q, k = (layer(x).view(2, 5, 4, 4).transpose(1, 2) for layer in (attention.w_q, attention.w_k))
     expected = (q @ k.transpose(-2, -1) / 2).masked_fill(mask == 0, -1e9).softmax(-1)
@@ -174,7 +177,7 @@ def test_hand_written_classes():
     finally:
         registry._recipes[:] = before
     assert list(found) == ["block.sublayer"]
-    torch.testing.assert_close(found["block.sublayer"], expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["block.sublayer"], expected.detach(), rtol=1e-9, atol=1e-12)
 
 
 def test_a_module_that_attends_twice_has_two_names():
