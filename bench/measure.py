@@ -130,14 +130,17 @@ def _ready(group: Group, record: dict, make: type[Runner] = Runner, device: str 
     if group.dtype != "float32":  # PyTorch's own sums in 16 bits are no measure: 5 % off for dweight over 4096 rows
         wide = {n: a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for n, a in arguments.items()}
         truth = Runner(group, *subject.eager(case, wide)).warm_up()
+    rivals = dict(subject.rivals(function))
     if case.compiled:
         torch.compiler.reset()
-        competitor = make(group, torch.compile(function, dynamic=False), leaves)
+        rivals[COMPILED] = torch.compile(function, dynamic=False)
+    for name, rival in rivals.items():
+        competitor = make(group, rival, leaves)
         try:
             competitor.warm_up()
-            runners[COMPILED] = competitor
-        except Exception as error:  # whatever the compiler throws, the others are still worth timing
-            record["unavailable"][COMPILED] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            runners[name] = competitor
+        except Exception as error:  # whatever a compiler or PyTorch throws, the others are still worth timing
+            record["unavailable"][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     for name, backend in _candidates(group, arguments, record):
         wrong = gate.refusal(group, backend, device)
         if wrong is None:

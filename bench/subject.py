@@ -27,6 +27,7 @@ class Subject:
         flops: (case, direction) -> floating-point operations that the result needs; hidden pairs count as none.
         bytes_moved: (case, itemsize, direction) -> bytes that must cross the memory bus: each argument and result once.
         comparable: case -> whether the eager function's results are the op's, element by element.
+        rivals: the eager function -> name -> the same function by one particular way that PyTorch has of running it.
     """
 
     stem: str
@@ -37,6 +38,7 @@ class Subject:
     flops: Callable[[Any, str], int]
     bytes_moved: Callable[[Any, int, str], int]
     comparable: Callable[[Any], bool]
+    rivals: Callable[[Callable[..., Any]], Mapping[str, Callable[..., Any]]] = lambda function: {}
 
 
 @dataclass(frozen=True)

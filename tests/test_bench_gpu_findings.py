@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -10,11 +11,11 @@ import torch
 
 from bench import measure, record, shapes, timing
 from bench.gpu import __main__ as gpu
-from bench.gpu import build, limits, machine, memory, speed, table
+from bench.gpu import attention, build, limits, machine, memory, speed, table
 from bench.gpu.part import GREEN, RED, UNAVAILABLE, Room, work
 from bench.gpu.parts import PARTS
 from bench.gpu.subjects import STEMS, SUBJECTS
-from bench.ops import bench_layer_norm
+from bench.ops import bench_attention, bench_layer_norm
 from bench.subject import Group, groups
 
 NOW = {
@@ -127,7 +128,10 @@ def test_table_of_a_recorded_example(tmp_path, capsys):
     group = {
         "key": "layer_norm M8192 N1024 bfloat16 infer", "op": "layer_norm", "label": "M8192 N1024", "chosen": "aten",
         "dtype": "bfloat16", "state": GREEN, "seconds": 2.0,
-        "rows": [row("torch", 2e-5), row("auto", 2.1e-5), row("torch.compile", 1.5e-5), row("triton", 1e-5)],
+        "rows": [
+            row("torch", 2e-5), row("auto", 2.1e-5), row("flash", 1.2e-5), row("torch.compile", 1.5e-5),
+            row("triton", 1e-5),
+        ],
     }  # fmt: skip
     cases = [
         {"key": str(ratio), "op": "layer_norm", "state": GREEN, "dtype": "bf16", "C1": ratio} for ratio in (0.3, 0.71)
@@ -139,7 +143,7 @@ def test_table_of_a_recorded_example(tmp_path, capsys):
     (tmp_path / "layer_norm.json").write_text("{}")  # another program's file
     assert gpu.main(["--report", str(tmp_path)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("layer_norm"))
-    assert line.split() == "layer_norm M8192 N1024 bf16 forward 10.0 9.0 20.0 15.0 21.0 1.50x 80% 0.71".split()
+    assert line.split() == "layer_norm M8192 N1024 bf16 forward 10.0 9.0 20.0 12.0 15.0 21.0 1.20x 80% 0.71".split()
     assert table.error({}, "layer_norm", "bfloat16") is None
 
 
@@ -170,6 +174,18 @@ def test_a_group_is_timed_on_the_device(kind, monkeypatch):
         and "C1 broken" in found["why"]
         and {r["implementation"] for r in found["rows"]} == {"torch"}
     )
+
+
+@pytest.mark.parametrize("kind", shapes.PASSES)
+def test_each_kernel_of_sdpa_is_timed_alone(kind):
+    """On the CPU PyTorch has two of the four; what the others say is kept."""
+    subject = replace(bench_attention.SUBJECT, rivals=attention.sdpa_kernels)
+    group = Group(subject, shapes.Attention(batch=2, heads=2, queries=16, dim=8), "float32", kind)
+    peak = {"copy": {"1": 1e12}, "matrix": {"float32": 1e12}}
+    found = measure.measure(group, timing.Plan(seconds=0.0, least=2, most=2), peak)
+    timed = {row["implementation"] for row in found["rows"]}
+    assert timed & set(attention.SDPA) == {"flash", "math"} and timed >= {"torch", "auto"}
+    assert all("RuntimeError: No " in found["unavailable"][name] for name in ("efficient", "cudnn"))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

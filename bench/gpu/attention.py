@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.ops import bench_attention
 from bench.shapes import Attention
@@ -20,6 +21,13 @@ from tfm_kernels.testing.contract import bits_equal
 from .subject import GpuSubject, Inputs
 
 OPS = ("attention", "attention_varlen")
+# PyTorch's own kernels, one by one: what `F.scaled_dot_product_attention` chooses among
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 SEED = 2**40 + 20261121
 # Said before any measurement: shares of the library's own matrix rate by head width, and seconds for each launch
 SHARE = {FORWARD: {64: 0.5, 128: 0.65}, BACKWARD: {64: 0.3, 128: 0.35}}
@@ -126,6 +134,19 @@ def _eager(case: Attention, given: Mapping[str, Any]) -> Eager:
     return bench_attention.eager(case, {name: value for name, value in given.items() if name != "seed"})
 
 
+def sdpa_kernels(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """A function that calls SDPA, held to each of its kernels; one that cannot run the call raises."""
+
+    def held(kernel: SDPBackend) -> Callable[..., Any]:
+        def attention(**tensors: torch.Tensor) -> Any:
+            with sdpa_kernel(kernel):
+                return function(**tensors)
+
+        return attention
+
+    return {name: held(kernel) for name, kernel in SDPA.items()}
+
+
 def predicted(group: Group, direction: str, limits: Mapping[str, Any]) -> float:
     """Operations at the share of the matrix rate that is aimed at, or bytes at the copy's where they take longer."""
     matrix = limits["matrix"]
@@ -152,7 +173,7 @@ def _subject(backend: str) -> GpuSubject:
         },
         branches=branches,
         large={"attention beyond 2**31": partial(beyond_int32, backend)},
-        speed=replace(bench_attention.SUBJECT, cases=_speed(), arguments=_arguments, eager=_eager),
+        speed=replace(bench_attention.SUBJECT, cases=_speed(), arguments=_arguments, eager=_eager, rivals=sdpa_kernels),
         predicted=predicted,
     )
 

@@ -9,7 +9,7 @@ from .part import GREEN, RED, UNAVAILABLE
 
 Files = Mapping[str, Mapping[str, Any]]
 SHOWN = 20  # red items in words
-PEERS = ("torch", "torch.compile", "aten")
+PEERS = ("torch", "flash", "efficient", "cudnn", "math", "torch.compile", "aten")
 _SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -70,15 +70,17 @@ def _speed_lines(files: Files) -> list[str]:
     groups = [item for item in files.get("speed", {"groups": []})["groups"] if item.get("rows")]
     if not groups:
         return []
+    timed = {row["implementation"] for group in groups for row in group["rows"]} | {group["chosen"] for group in groups}
+    shown = [peer for peer in PEERS if peer in timed]
     lines = [
         f"{'op':16}{'shape':26}{'type':6}{'direction':10}{'ours us':>9}{'expected':>10}"
-        + "".join(f"{peer:>15}" for peer in PEERS)
+        + "".join(f"{peer:>14}" for peer in shown)
         + f"{'vs best':>9}{'of limit':>10}{'error':>8}"
     ]
     for group in groups:
         for direction in dict.fromkeys(row["direction"] for row in group["rows"]):
             rows = {row["implementation"]: row for row in group["rows"] if row["direction"] == direction}
-            lines += _speed_line(group, direction, rows, files)
+            lines += _speed_line(group, direction, rows, files, shown)
     lines.append(
         "us: medians on the device, L2 cold, taken in turns; of limit: what a copy (or the library's matrix product) "
         "takes / ours; error: worst error / bound of the contract's cases of this op and type"
@@ -86,19 +88,21 @@ def _speed_lines(files: Files) -> list[str]:
     return lines
 
 
-def _speed_line(group: Mapping, direction: str, rows: dict[str, Mapping], files: Files) -> Iterator[str]:
+def _speed_line(
+    group: Mapping, direction: str, rows: dict[str, Mapping], files: Files, shown: Sequence[str]
+) -> Iterator[str]:
     if "auto" in rows:  # automatic choice was measured under its own name
         rows[group["chosen"]] = rows.pop("auto")
     theirs = [rows[peer]["median"] for peer in PEERS if peer in rows]
     for name in [name for name in rows if name not in PEERS]:
         ours = rows[name]
-        peers = [f"{rows[peer]['median'] * 1e6:.1f}" if peer in rows else "-" for peer in PEERS]
+        peers = [f"{rows[peer]['median'] * 1e6:.1f}" if peer in rows else "-" for peer in shown]
         best = f"{min(theirs) / ours['median']:.2f}x" if theirs else "-"
         worst = error(files, group["op"], group["dtype"])
         yield (
             f"{group['op']:16}{group['label']:26}{_SHORT[group['dtype']]:6}{direction:10}{ours['median'] * 1e6:9.1f}"
             f"{ours['predicted'] * 1e6:10.1f}"
-            + "".join(f"{peer:>15}" for peer in peers)
+            + "".join(f"{peer:>14}" for peer in peers)
             + f"{best:>9}{ours['limit'] / ours['median']:>10.0%}"
             + (f"{worst:8.2f}" if worst is not None else f"{'-':>8}")
         )
