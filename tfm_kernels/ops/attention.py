@@ -162,8 +162,9 @@ _QUERIES_FROM_WITH_TILES = {(torch.bfloat16, False): 128, **_QUERIES_FROM}
 def _has_few_queries(call: AttentionCall) -> bool:
     """Whether a plain call is too small to gain. One query needs no tiles: cpu is faster where there is much to read.
 
-    (1024 keys of 64 heads: float32 3.0 ms against 3.3, 2.5 GHz Cascade Lake; bfloat16 1.04 ms against 1.12, 2.6 GHz
-    Xeon with AMX.)
+    (Two threads, times of PyTorch over ours, 16 to 512 sequence-heads 32 and 64 wide, 32 to 512 keys: 2.6 GHz Xeon with
+    AMX, float32 0.94 to 1.07 below 2**18 elements of key and 1.01 to 1.5 from there, bfloat16 1.1 to 2.2, but 0.9 at
+    2**23; 2.5 GHz Cascade Lake, float32 at 2**22 1.1.)
     """
     if torch.compiler.is_compiling():  # a compiled graph must not depend on the lengths
         return False
@@ -171,7 +172,7 @@ def _has_few_queries(call: AttentionCall) -> bool:
     queries_from = _QUERIES_FROM_WITH_TILES if _library.bf16_tiles else _QUERIES_FROM
     return (
         call.max_seqlen_q < queries_from.get((call.query.dtype, training), 0)
-        and not (call.max_seqlen_q == 1 and call.key.numel() >= 1 << 22)
+        and not (call.max_seqlen_q == 1 and call.key.numel() >= 1 << 18)
         and call.cu_seqlens_q is None
         and call.bias is None
         and not call.mask.hides()
