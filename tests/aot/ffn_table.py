@@ -5,7 +5,7 @@ python -m tests.aot.ffn_table    writes tests/aot/ffn.json anew (minutes)
 
 from pathlib import Path
 
-from tests.aot.sass import compile_kernel, figures, main_loops
+from tests.aot.sass import FUSED, compile_kernel, figures
 from tests.aot.table import write
 from tfm_kernels.triton import _gemm, _sums, ffn_bwd, ffn_fwd
 from tfm_kernels.triton._activation import GELU, GELU_TANH, RELU, SILU
@@ -15,7 +15,6 @@ ARCHS = (80, 90, 100)
 KINDS = {"half": "bf16", "ieee": "fp32", "tf32": "fp32"}
 # what multiplies; sm_100 has no warp-level products of its own, its tensor cores take tiles from shared memory
 PRODUCTS = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA",)}
-FUSED = ("FFMA", "FFMA2")  # without tensor cores; sm_100 multiplies pairs
 # (name, features): of the product, which pointers are None and what is k inner
 GEMMS = {
     "x w^T": {"absent": ("a2_ptr", "b2_ptr"), "inner": (True, True)},
@@ -45,13 +44,7 @@ def entries():
 
 def measure(entry):
     """The figures of one entry; of a kernel with a stack also how often the loops that multiply touch it."""
-    compiled = compile_kernel(**entry["launch"])
-    found = figures(compiled)
-    if found["stack"]:
-        loops = main_loops(compiled, entry["products"])
-        assert loops, "no loop multiplies, or adds"
-        found["stack in loops"] = sum(loop.get("LDL", 0) + loop.get("STL", 0) for loop in loops)
-    return found
+    return figures(compile_kernel(**entry["launch"]), entry["products"])
 
 
 def _entry(kernel, dtype, absent, config, arch, kind, aligned, **constexprs):

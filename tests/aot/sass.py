@@ -11,6 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+MATRIX = ("HMMA", "HGMMA", "UTCHMMA")  # what multiplies on matrix units
+FUSED = ("FFMA", "FFMA2")  # without them; sm_100 multiplies pairs
 COUNTED = ("LDL", "STL", "HMMA", "HGMMA", "UTCHMMA", "LDG", "STG", "LDGSTS", "ATOM", "ATOMG", "RED")
 
 
@@ -32,19 +34,29 @@ def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=Non
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def figures(compiled):
-    """Registers, bytes of stack and of shared memory, and how often each instruction of COUNTED occurs."""
+def figures(compiled, products=()):
+    """Registers, bytes of stack and of shared memory, and how often each instruction of COUNTED occurs.
+
+    With ``products``, the instructions that multiply, also how often the loops of a kernel with a stack that hold one
+    touch it.
+    """
     usage, code = _read(compiled)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     registers, stack, shared, local = map(int, found.groups())
     # SHARED is the static part, metadata.shared what the launch asks for
     counts = Counter(_INSTRUCTION.findall(code))
+    in_loops = {}
+    if stack and products:
+        loops = main_loops(compiled, products)
+        assert loops, f"no loop holds {' or '.join(products)}"
+        in_loops["stack in loops"] = sum(loop.get("LDL", 0) + loop.get("STL", 0) for loop in loops)
     return {
         "registers": registers,
         "stack": stack,
         "local": local,
         "shared": max(shared, compiled.metadata.shared),
         **{name: counts[name] for name in COUNTED if counts[name]},
+        **in_loops,
     }
 
 

@@ -61,8 +61,10 @@ def pick_config(kernel: str, dim: int, extras: str, dtype: torch.dtype, capabili
         return Config(passes, 128 if narrow else 64, block_d, 0, num_warps=8, num_stages=stages)
     if extras == "none":
         stays, passes = (64, 32) if wide else (128, 64 if narrow else 32)
+    elif extras == "unaligned" and wide and capability[0] == 9:
+        stays, passes = 32, 32  # 64 rows of warp-group products spill in the loop
     else:
-        stays, passes = (128, 32) if narrow else (64, 16)
+        stays, passes = (128, 16 if extras == "unaligned" else 32) if narrow else (64, 16)
     return Config(stays, passes, block_d, 0, num_warps=8, num_stages=2)
 
 
