@@ -86,11 +86,12 @@ const T* at_head(const AttentionView& view, const Sequence& s, int64_t h, int64_
 // out[i] = in[i * stride], widened unless out has the type of in.
 template <typename T, typename C>
 void load_row(const T* in, int64_t stride, int64_t n, C* out) {
-  if (stride == 1 && std::is_same_v<C, compute_t<T>>) {
-    if constexpr (std::is_same_v<C, compute_t<T>>) widen(in, n, out);
-  } else {
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<C>(in[i * stride]);
+  if constexpr (std::is_same_v<C, T>) {
+    if (stride == 1) return void(std::copy_n(in, n, out));
+  } else if constexpr (std::is_same_v<C, compute_t<T>>) {
+    if (stride == 1) return widen(in, n, out);
   }
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<C>(in[i * stride]);
 }
 
 // in[i] to out[i * stride], rounded once.

@@ -102,6 +102,10 @@ Columns find_columns(const AttentionArgs& a, const Sequence& s, int64_t h, Colum
     const int64_t kv = h / (a.heads / a.kv_heads);
     for (int64_t j = c.first; j < c.first + c.range; ++j) {
       uint8_t& mark = alive[j - c.first];
+      if (j + kAhead < c.first + c.range) {
+        prefetch(at_head<T>(a.k, s, kv, s.k0 + j + kAhead), a.d);
+        prefetch(at_head<T>(a.v, s, kv, s.k0 + j + kAhead), a.dv);
+      }
       if (!mark || (finite_row(at_head<T>(a.k, s, kv, s.k0 + j), a.k.stride_d, a.d) &&
                     finite_row(at_head<T>(a.v, s, kv, s.k0 + j), a.v.stride_d, a.dv)))
         continue;

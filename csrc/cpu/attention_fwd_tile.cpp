@@ -155,7 +155,7 @@ class Worker {
     std::fill(mem.q + count * a.d, mem.q + m * a.d, O(0));
   }
 
-  // A.1 into mem.s, masked.
+  // Products of queries and keys into mem.s.
   void scores(const Blocks& blocks) {
     for (int64_t i = 0; i < blocks.count; ++i) {
       const int64_t c = blocks.first[i], w = blocks.width[i];
@@ -166,42 +166,61 @@ class Worker {
       } else {
         gemm_tile(m, w, a.d, q, q_step, mem.k_panels + c * a.d, kPanel, x, a.tile, false);
       }
-      if (plain && !columns.elementwise && all_from <= c && c + w <= all_to) continue;
-      for (int64_t r = 0; r < count; ++r, x += a.tile) {
-        const C scale = static_cast<C>(a.scale);
-        if (!plain && !a.bias.data)
-          for (int64_t j = 0; j < w; ++j) x[j] *= scale;
-        if (a.bias.data || columns.elementwise)
-          add_extras<T>(a, s, h, columns, row0 + r, c, blocks.real[i], scale, x);
-        const int64_t begin = std::min(mem.begins[r] - c, w), end = std::min(mem.ends[r] - c, w);
-        for (int64_t j = 0; j < begin; ++j) x[j] = kNothing;
-        for (int64_t j = std::max<int64_t>(0, end); j < w; ++j) x[j] = kNothing;
-      }
     }
   }
 
-  // A.2 and A.3 up to the division: mem.s becomes exp(x - maximum), mem.out follows a new
-  // maximum.
+  // A.1 of row r: scale, bias, and -inf where it does not see.
+  void mask(const Blocks& blocks, int64_t r, C* x) const {
+    const C scale = static_cast<C>(a.scale);
+    for (int64_t i = 0; i < blocks.count;) {
+      const int64_t last = end_of_run(blocks, i) - 1, c = blocks.first[i];
+      const int64_t before = (last - i) * kPanel, w = before + blocks.width[last];
+      C* run = x + i * kPanel;
+      i = last + 1;
+      if (plain && !columns.elementwise && all_from <= c && c + w <= all_to) continue;
+      if (!plain && !a.bias.data)
+        for (int64_t j = 0; j < w; ++j) run[j] *= scale;
+      if (a.bias.data || columns.elementwise)
+        add_extras<T>(a, s, h, columns, row0 + r, c, before + blocks.real[last], scale, run);
+      const int64_t begin = std::min(mem.begins[r] - c, w), end = std::min(mem.ends[r] - c, w);
+      for (int64_t j = 0; j < begin; ++j) run[j] = kNothing;
+      for (int64_t j = std::max<int64_t>(0, end); j < w; ++j) run[j] = kNothing;
+    }
+  }
+
+  // Behind the last of the blocks that follow each other from block i on.
+  static int64_t end_of_run(const Blocks& blocks, int64_t i) {
+    for (++i; i < blocks.count && blocks.first[i] == blocks.first[i - 1] + kPanel;) ++i;
+    return i;
+  }
+
+  // A.1 to A.3 up to the division: mem.s becomes exp(x - maximum), mem.out follows a new maximum.
   void weights(const Blocks& blocks, bool started) {
     const int64_t last = blocks.count - 1, w = last * kPanel + blocks.width[last];
     for (int64_t r = 0; r < count; ++r) {
       C* x = mem.s + r * a.tile;
+      mask(blocks, r, x);
       const C most = std::max(mem.tops[r], maximum(x, w));
       const C shift = most == kNothing ? C(0) : most;
       const C alpha = mem.tops[r] == most ? C(1) : exp2_fast((mem.tops[r] - shift) * log2_step);
-      mem.sums[r] = mem.sums[r] * alpha + exponentials(x, w, shift, log2_step);
+      const bool drops = a.dropout.active();
+      O* p = mem.p + r * a.tile;
+      if constexpr (std::is_same_v<O, C>) p = x;
+      const C sum =
+          drops ? exponentials(x, w, shift, log2_step, x) : exponentials(x, w, shift, log2_step, p);
+      mem.sums[r] = mem.sums[r] * alpha + sum;
       mem.tops[r] = most;
       if (started && alpha != C(1))
         for (int64_t e = 0; e < dv_pad; ++e) mem.out[r * dv_pad + e] *= alpha;
-      if (a.dropout.active())
-        for (int64_t i = 0; i < blocks.count; ++i) {
-          const int64_t n = blocks.real[i];
-          factors_of(a, s, h, columns, row0 + r, blocks.first[i], n, mem.factors,
-                     mem.factors + a.tile);
-          for (int64_t j = 0; j < n; ++j)
-            x[i * kPanel + j] = mem.factors[j] == C(0) ? C(0) : x[i * kPanel + j];
-        }
-      as_left(x, w, mem.p + r * a.tile);
+      if (!drops) continue;
+      for (int64_t i = 0; i < blocks.count; ++i) {
+        const int64_t n = blocks.real[i];
+        factors_of(a, s, h, columns, row0 + r, blocks.first[i], n, mem.factors,
+                   mem.factors + a.tile);
+        for (int64_t j = 0; j < n; ++j)
+          x[i * kPanel + j] = mem.factors[j] == C(0) ? C(0) : x[i * kPanel + j];
+      }
+      as_left(x, w, p);
     }
   }
 
@@ -216,8 +235,7 @@ class Worker {
       }
     }
     for (int64_t i = 0; i < blocks.count;) {
-      int64_t end = i + 1;
-      while (end < blocks.count && blocks.first[end] == blocks.first[end - 1] + kPanel) ++end;
+      const int64_t end = end_of_run(blocks, i);
       const int64_t k = (end - 1 - i) * kPanel + blocks.width[end - 1];
       const int64_t whole = k / kPanel * kPanel;  // 64 k' and 16, 32, 48: few sizes, as above
       for (int64_t e = 0; e < a.dv; e += kPanel) {

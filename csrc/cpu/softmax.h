@@ -38,34 +38,47 @@ inline at::vec::Vectorized<double> exp2_fast(at::vec::Vectorized<double> x) { re
 template <typename C>
 C maximum(const C* x, int64_t w) {
   using V = at::vec::Vectorized<C>;
-  V m0(-std::numeric_limits<C>::infinity()), m1 = m0;
-  for (int64_t j = 0; j < w; j += 16)
-    for (int l = 0; l < 16; l += 2 * V::size()) {
-      m0 = at::vec::clamp_min(V::loadu(x + j + l), m0);
-      if constexpr (V::size() < 16) m1 = at::vec::clamp_min(V::loadu(x + j + l + V::size()), m1);
-    }
-  return at::vec::vec_reduce_all<C>([](const V& p, const V& q) { return at::vec::clamp_min(p, q); },
-                                    at::vec::clamp_min(m0, m1));
+  constexpr int64_t kStep = V::size() < 16 ? 16 : 4 * V::size();
+  constexpr int kChains = kStep / V::size();  // of comparisons, each of which waits for its last
+  const auto larger = [](const V& p, const V& q) { return at::vec::clamp_min(p, q); };
+  V most[kChains];
+  for (V& m : most) m = V(-std::numeric_limits<C>::infinity());
+  int64_t j = 0;
+  for (; j + kStep <= w; j += kStep)
+    for (int i = 0; i < kChains; ++i) most[i] = larger(V::loadu(x + j + i * V::size()), most[i]);
+  for (; j < w; j += V::size()) most[0] = larger(V::loadu(x + j), most[0]);
+  for (int i = 1; i < kChains; ++i) most[0] = larger(most[i], most[0]);
+  return at::vec::vec_reduce_all<C>(larger, most[0]);
 }
 
-// x = 2^((x - shift) step) over w numbers, w a multiple of 16; their sum. The difference comes
-// first, so that large scores lose nothing.
-template <typename C>
-C exponentials(C* x, int64_t w, C shift, C step) {
+// out = 2^((x - shift) step) over w numbers, w a multiple of 16, rounded where out is narrower than
+// x, where it may also be; their sum before that. The difference comes first, so that large scores
+// lose nothing.
+template <typename C, typename O>
+C exponentials(const C* x, int64_t w, C shift, C step, O* out) {
   using V = at::vec::Vectorized<C>;
   const V shift_v(shift), step_v(step);
-  auto one = [&](int64_t j) {
-    const V p = exp2_fast((V::loadu(x + j) - shift_v) * step_v);
-    p.store(x + j);
-    return p;
-  };
+  auto one = [&](int64_t j) { return exp2_fast((V::loadu(x + j) - shift_v) * step_v); };
   V s0(C(0)), s1 = s0;
   int64_t j = 0;
   for (; j + 2 * V::size() <= w; j += 2 * V::size()) {
-    s0 = s0 + one(j);
-    s1 = s1 + one(j + V::size());
+    const V p0 = one(j), p1 = one(j + V::size());
+    s0 = s0 + p0;
+    s1 = s1 + p1;
+    if constexpr (std::is_same_v<O, C>) {
+      p0.store(out + j);
+      p1.store(out + j + V::size());
+    } else {
+      at::vec::convert_from_float<O>(p0, p1).store(out + j);
+    }
   }
-  if (j < w) s0 = s0 + one(j);
+  if (j < w) {
+    const V p = one(j);
+    s0 = s0 + p;
+    C last[V::size()];
+    p.store(last);
+    narrow(last, V::size(), out + j);
+  }
   return at::vec::vec_reduce_all<C>([](const V& p, const V& q) { return p + q; }, s0 + s1);
 }
 
