@@ -59,5 +59,10 @@ def test_the_recorded_results_reach_their_targets_and_readme_quotes_them():
         task = tasks.TASKS[file.stem]
         assert found["reached"] and task.reached(found["result"]) and found["target"] == task.target
         assert f"python -m bench.tasks {file.stem}" in readme
-    loss = json.loads((record.RESULTS / "cpu" / "tasks" / "character-lm.json").read_text())["result"]["best_loss"]
-    assert f"validation loss {loss:.3f}" in readme
+    of = lambda name: json.loads((record.RESULTS / "cpu" / "tasks" / f"{name}.json").read_text())["result"]  # noqa: E731
+    assert f"validation loss {of('character-lm')['best_loss']:.3f}" in readme
+    assert f"dev accuracy {of('classification')['accuracy']:.1%}".replace("%", " %") in readme
+    assert f"sacreBLEU {of('translation')['bleu']:.1f} on" in readme
+    masked = of("masked-lm")
+    assert f"{masked['accuracy']:.1%} of masked tokens".replace("%", " %") in readme
+    assert f"most frequent token: {masked['unigram_accuracy']:.1%}".replace("%", " %") in readme

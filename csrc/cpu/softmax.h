@@ -51,8 +51,8 @@ C maximum(const C* x, int64_t w) {
   return at::vec::vec_reduce_all<C>(larger, most[0]);
 }
 
-// out = 2^((x - shift) step) over w numbers, w a multiple of 16, rounded where out is narrower than
-// x, where it may also be; their sum before that. The difference comes first, so that large scores
+// out = 2^((x - shift) step) over w numbers, w a multiple of 16, rounded once where out is narrower
+// than x; their sum before that. out may be x. The difference comes first, so that large scores
 // lose nothing.
 template <typename C, typename O>
 C exponentials(const C* x, int64_t w, C shift, C step, O* out) {
