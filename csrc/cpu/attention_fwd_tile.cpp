@@ -162,7 +162,8 @@ class Worker {
       C* x = mem.s + i * kPanel;
       if (one_k) {
         if constexpr (std::is_same_v<O, C>)
-          dots(q, one_k + c * a.k.stride_t, a.k.stride_t, a.d, blocks.real[i], w, x);
+          dots(q, one_k + c * a.k.stride_t, a.k.stride_t, a.d, blocks.real[i],
+               columns.count - c - blocks.real[i], w, x);
       } else {
         gemm_tile(m, w, a.d, q, q_step, mem.k_panels + c * a.d, kPanel, x, a.tile, false);
       }

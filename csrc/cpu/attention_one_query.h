@@ -12,10 +12,12 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// x[j] = q . keys[j] over n keys of d elements, `stride` apart; 0 up to w, a multiple of 16. A
-// vector of partial sums a key; those of V::size() keys are turned and added at once.
+// x[j] = q . keys[j] over n keys of d elements, `stride` apart, behind which `more` follow; 0 up to
+// w, a multiple of 16. A vector of partial sums a key; those of V::size() keys are turned and added
+// at once.
 template <typename T, typename C = compute_t<T>>
-void dots(const C* q, const T* keys, int64_t stride, int64_t d, int64_t n, int64_t w, C* x) {
+void dots(const C* q, const T* keys, int64_t stride, int64_t d, int64_t n, int64_t more, int64_t w,
+          C* x) {
   using V = at::vec::Vectorized<C>;
   constexpr int64_t kLanes = V::size();
   alignas(64) C partial[kLanes * kLanes], turned[kLanes * kLanes];
@@ -24,7 +26,7 @@ void dots(const C* q, const T* keys, int64_t stride, int64_t d, int64_t n, int64
     std::fill(partial + real * kLanes, partial + kLanes * kLanes, C(0));
     for (int64_t l = 0; l < real; ++l) {
       const T* key = keys + (j + l) * stride;
-      if (j + l + kAhead < n) prefetch(key + kAhead * stride, d);
+      if (j + l + kAhead < n + more) prefetch(key + kAhead * stride, d);
       V sum(C(0));
       int64_t e = 0;
       for (; e + kLanes <= d; e += kLanes)
@@ -50,9 +52,11 @@ void sum_strip(const Blocks& blocks, const C* weights, const T* values, int64_t 
   for (int i = 0; i < kVectors; ++i) sum[i] = V::loadu(out + e + i * V::size());
   for (int64_t b = 0; b < blocks.count; ++b) {
     const T* value = values + blocks.first[b] * stride + e;
+    const bool goes_on = b + 1 < blocks.count && blocks.first[b + 1] == blocks.first[b] + kPanel;
+    const int64_t there = blocks.real[b] + (goes_on ? blocks.real[b + 1] : 0);
     for (int64_t j = 0; j < blocks.real[b]; ++j, value += stride) {
       const V p(weights[b * kPanel + j]);
-      if (j + kAhead < blocks.real[b]) prefetch(value + kAhead * stride, kVectors * V::size());
+      if (j + kAhead < there) prefetch(value + kAhead * stride, kVectors * V::size());
       for (int i = 0; i < kVectors - 1; ++i)
         sum[i] = at::vec::fmadd(p, load_wide(value + i * V::size()), sum[i]);
       const T* end = value + (kVectors - 1) * V::size();
