@@ -66,3 +66,16 @@ def test_choice_follows_the_tiles(monkeypatch, tiles, training):
     assert first[8192] == "cpu"
     assert first[1] == ("cpu" if tiles and not training else "aten")
     assert first[64] == ("aten" if tiles and training else "cpu")
+
+
+@pytest.mark.parametrize("dropout_p", (0.0, 0.1))
+@pytest.mark.parametrize("native", (False, True))
+def test_choice_follows_the_float16_products(monkeypatch, native, dropout_p):
+    monkeypatch.setattr(ffn_call, "_F16_PRODUCTS", native)
+    first = {
+        training: ffn_call.prefer(ffn_call.Call("cpu", torch.float16, 512, 384, 1536, 384, False, dropout_p, training))[
+            0
+        ]
+        for training in (False, True)
+    }
+    assert first == {False: "cpu", True: "aten" if native and dropout_p == 0.0 else "cpu"}
