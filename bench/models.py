@@ -3,8 +3,8 @@
 Training: one step (forward, loss, backward, AdamW) of each model of tfm_kernels.models, of the same model from
 torch.nn's layers with their scaled_dot_product_attention, and of that one under torch.compile; same weights, same
 tokens, same dropout rates; freed memory stays with the process, as in `tfm_kernels train`. Decoding: greedy with the
-cache, without it, and a torch.nn decoder whose keys and values are kept by hand. In turns, in an order shuffled anew
-each round.
+cache, without it, and torch.nn's decoder with keys and values kept by hand, and with its modules called as they are
+and their inputs kept. In turns, in an order shuffled anew each round.
 
 python -m bench.models                    everything, about 8 minutes on 2 cores
 python -m bench.models --only "decoding"  the cases whose name matches
@@ -121,7 +121,10 @@ def trained(name: str) -> dict[str, Callable[[], object]]:
 
 
 class KeptByHand:
-    """Greedy decoding by a torch.nn encoder-decoder (pre-LN), keys and values concatenated from step to step."""
+    """Greedy decoding by a torch.nn encoder-decoder (pre-LN), keys and values concatenated from step to step.
+
+    They are projected by the modules' weights, past the modules: torch.nn's attention takes no projected keys.
+    """
 
     def __init__(self, model: TorchModel) -> None:
         self.model = model.eval()
@@ -133,25 +136,57 @@ class KeptByHand:
         memory = model.transformer.encoder(
             model.embed(model.source_embedding, source), src_key_padding_mask=source == 0
         )
-        keep = (source != 0)[:, None, None, :]
-        kept: list[Any] = [None] * len(decoder.layers)
-        across = [heads(layer.multihead_attn, memory, slice(1, 3)) for layer in decoder.layers]
+        self.begin(memory, source == 0)
         ids = torch.ones(source.shape[0], 1, dtype=torch.long)
         for at in range(new):
             x = model.embedding.tokens(ids[:, -1:]) * math.sqrt(model.config.d_model) + model.table[at]
             for number, layer in enumerate(decoder.layers):
-                q, k, v = heads(layer.self_attn, layer.norm1(x), slice(0, 3))
-                if kept[number] is not None:
-                    k, v = (torch.cat(pair, 2) for pair in zip(kept[number], (k, v), strict=True))
-                kept[number] = k, v
-                x = x + joined(layer.self_attn, F.scaled_dot_product_attention(q, k, v))
-                (q,) = heads(layer.multihead_attn, layer.norm2(x), slice(0, 1))
-                x = x + joined(layer.multihead_attn, F.scaled_dot_product_attention(q, *across[number], keep))
+                x = x + self.attend(number, layer.self_attn, layer.norm1(x))
+                x = x + self.look_back(number, layer.multihead_attn, layer.norm2(x))
                 x = x + layer.linear2(layer.activation(layer.linear1(layer.norm3(x))))
             scores = model.output(decoder.norm(x))[:, -1]
             scores[:, 0] = -math.inf
             ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], 1)
         return ids
+
+    def begin(self, memory: Tensor, padding: Tensor) -> None:
+        """A new source, encoded, and where it is padding."""
+        layers = self.model.transformer.decoder.layers
+        self.keep = ~padding[:, None, None, :]
+        self.kept: list[Any] = [None] * len(layers)
+        self.across = [heads(layer.multihead_attn, memory, slice(1, 3)) for layer in layers]
+
+    def attend(self, number: int, attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
+        """Self-attention of the newest position."""
+        q, k, v = heads(attention, x, slice(0, 3))
+        if self.kept[number] is not None:
+            k, v = (torch.cat(pair, 2) for pair in zip(self.kept[number], (k, v), strict=True))
+        self.kept[number] = k, v
+        return joined(attention, F.scaled_dot_product_attention(q, k, v))
+
+    def look_back(self, number: int, attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
+        """Cross-attention of the newest position."""
+        (q,) = heads(attention, x, slice(0, 1))
+        return joined(attention, F.scaled_dot_product_attention(q, *self.across[number], self.keep))
+
+
+class InputsKeptByHand(KeptByHand):
+    """The same with torch.nn's attention modules called as they are: what is kept are their inputs."""
+
+    def begin(self, memory: Tensor, padding: Tensor) -> None:
+        """A new source, encoded, and where it is padding."""
+        self.memory, self.padding = memory, padding
+        self.kept = [None] * len(self.model.transformer.decoder.layers)
+
+    def attend(self, number: int, attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
+        """Self-attention of the newest position."""
+        kept = x if self.kept[number] is None else torch.cat([self.kept[number], x], 1)
+        self.kept[number] = kept
+        return attention(x, kept, kept, need_weights=False)[0]
+
+    def look_back(self, number: int, attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
+        """Cross-attention of the newest position."""
+        return attention(x, self.memory, self.memory, key_padding_mask=self.padding, need_weights=False)[0]
 
 
 def heads(attention: nn.MultiheadAttention, x: Tensor, which: slice) -> list[Tensor]:
@@ -172,12 +207,15 @@ def decoded(name: str) -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
     sizes, new, uncached = DECODED[name]
     model = tfk.models.TranslationTransformer(tfk.models.TranslationConfig(8000, 8000, 3, 3, **sizes)).eval()
-    source, by_hand = tokens(8000, 32, 24), KeptByHand(TorchModel(model))
+    source, theirs = tokens(8000, 32, 24), TorchModel(model)
     ours = lambda use_cache: tfk.generate(model, source, new, bos_id=1, use_cache=use_cache)  # noqa: E731
-    same = (ours(True) == by_hand(source, new)).float().mean()
-    assert same > 0.9, f"the decoders agree on {same:.0%} of the tokens only"  # ties of untrained scores differ
+    by_hand = {"by hand": KeptByHand(theirs), "by hand, modules": InputsKeptByHand(theirs)}
+    for who, decode in by_hand.items():
+        same = (ours(True) == decode(source, new)).float().mean()
+        assert same > 0.9, f"{who}: the decoders agree on {same:.0%} of the tokens only"  # ties of untrained scores
     without = {"ours, no cache": lambda: ours(False)} if uncached else {}
-    return {"ours": lambda: ours(True), **without, "by hand": lambda: by_hand(source, new)}
+    runs = {who: lambda decode=decode: decode(source, new) for who, decode in by_hand.items()}
+    return {"ours": lambda: ours(True), **without, **runs}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

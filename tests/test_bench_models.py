@@ -26,7 +26,7 @@ def test_every_implementation_is_timed_and_written(tmp_path, capsys):
     found = json.loads(out.read_text())
     assert set(found["cases"]) == {"classifier", "decoding"} and found["environment"]["torch"] == torch.__version__
     assert set(found["cases"]["classifier"]["times"]) == {"torch", "torch.compile"}
-    assert set(found["cases"]["decoding"]["times"]) == {"ours, no cache", "by hand"}
+    assert set(found["cases"]["decoding"]["times"]) == {"ours, no cache", "by hand", "by hand, modules"}
     assert all(case["ours"]["median"] > 0 for case in found["cases"].values())
     assert "x torch.compile" in capsys.readouterr().out
 
@@ -43,12 +43,13 @@ def test_the_torch_model_computes_the_same(length, request):
     torch.testing.assert_close(models.TorchModel(ours).eval()(ids), ours(ids), rtol=1e-9, atol=1e-12)
 
 
-def test_decoders_write_the_same_tokens():
+@pytest.mark.parametrize("decoder", [models.KeptByHand, models.InputsKeptByHand])
+def test_decoders_write_the_same_tokens(decoder):
     torch.manual_seed(0)
     config = tfk.models.TranslationConfig(30, 30, 1, 1, **TINY)
     model = tfk.models.TranslationTransformer(config).eval()
     source = models.tokens(30, 5, 9)
-    by_hand = models.KeptByHand(models.TorchModel(model))(source, 7)
+    by_hand = decoder(models.TorchModel(model))(source, 7)
     assert torch.equal(tfk.generate(model, source, 7, bos_id=1), by_hand)
 
 
