@@ -51,17 +51,20 @@ def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
     if call.device != "cpu":
         return ("aten", "reference")
-    half = call.dtype.itemsize == 2
-    if not torch.compiler.is_compiling():  # a compiled graph must not depend on the number of rows
-        tiles = call.dtype == torch.bfloat16 and _library.bf16_tiles
-        enough = _TILES_FROM[call.training] if tiles else _CPU_FROM[call.training, half]
-        if call.rows < enough and call.dropout_p == 0.0:
-            return ("aten", "cpu", "reference")
-        if call.training and call.dtype == torch.float16 and call.dropout_p == 0.0 and _F16_PRODUCTS:
-            return ("aten", "cpu", "reference")
-        if call.training and call.dtype == torch.float32 and call.dropout_p == 0.0 and call.rows in _ATEN_TRAINS:
-            return ("aten", "cpu", "reference")
+    # aten draws dropout in plain torch; a compiled graph must not depend on the number of rows
+    if call.dropout_p == 0.0 and not torch.compiler.is_compiling() and _aten_is_faster(call):
+        return ("aten", "cpu", "reference")
     return ("cpu", "aten", "reference")
+
+
+def _aten_is_faster(call: Call) -> bool:
+    tiles = call.dtype == torch.bfloat16 and _library.bf16_tiles
+    enough = _TILES_FROM[call.training] if tiles else _CPU_FROM[call.training, call.dtype.itemsize == 2]
+    if call.dtype == torch.float16:
+        trains = _F16_PRODUCTS
+    else:
+        trains = call.dtype == torch.float32 and call.rows in _ATEN_TRAINS
+    return call.rows < enough or (call.training and trains)
 
 
 def describe(
