@@ -47,7 +47,7 @@ def figures(compiled, products=()):
     counts = Counter(_INSTRUCTION.findall(code))
     in_loops = {}
     if stack and products:
-        loops = main_loops(compiled, products)
+        loops = _main_loops(code, products)
         assert loops, f"no loop holds {' or '.join(products)}"
         in_loops["stack in loops"] = sum(loop.get("LDL", 0) + loop.get("STL", 0) for loop in loops)
     return {
@@ -60,14 +60,13 @@ def figures(compiled, products=()):
     }
 
 
-def main_loops(compiled, products):
+def _main_loops(code, products):
     """How often the instructions of COUNTED and of ``products`` occur in each innermost loop that holds a product.
 
     Args:
-        compiled: of compile_kernel().
+        code: of _read().
         products: the instructions that multiply, such as ("HGMMA",).
     """
-    _, code = _read(compiled)
     lines, labels, loops = code.splitlines(), {}, []
     for number, line in enumerate(lines):
         if found := re.match(r"(\.L_x_\d+):", line):
