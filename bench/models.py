@@ -6,7 +6,7 @@ tokens, same dropout rates; freed memory stays with the process, as in `tfm_kern
 cache, without it, and torch.nn's decoder with keys and values kept by hand, and with its modules called as they are
 and their inputs kept. In turns, in an order shuffled anew each round.
 
-python -m bench.models                    everything, about 8 minutes on 2 cores
+python -m bench.models                    everything, about 3 minutes on 2 cores
 python -m bench.models --only "decoding"  the cases whose name matches
 """
 
