@@ -27,6 +27,14 @@ struct Blocks {
   int64_t count = 0;
   int64_t first[kMost], real[kMost];  // first column, and how many columns take part
   int64_t width[kMost];               // the same or a few more: a multiple of 16
+
+  // Whether the next block's columns follow those of block i at once.
+  bool goes_on(int64_t i) const { return i + 1 < count && first[i + 1] == first[i] + kPanel; }
+  // Behind the last of the blocks that follow each other from block i on.
+  int64_t end_of_run(int64_t i) const {
+    while (goes_on(i)) ++i;
+    return i + 1;
+  }
 };
 
 // Where a worker's matrices lie; `bytes` in all. Operands of products are of type O.

@@ -174,7 +174,7 @@ class Worker {
   void mask(const Blocks& blocks, int64_t r, C* x) const {
     const C scale = static_cast<C>(a.scale);
     for (int64_t i = 0; i < blocks.count;) {
-      const int64_t last = end_of_run(blocks, i) - 1, c = blocks.first[i];
+      const int64_t last = blocks.end_of_run(i) - 1, c = blocks.first[i];
       const int64_t before = (last - i) * kPanel, w = before + blocks.width[last];
       C* run = x + i * kPanel;
       i = last + 1;
@@ -187,12 +187,6 @@ class Worker {
       for (int64_t j = 0; j < begin; ++j) run[j] = kNothing;
       for (int64_t j = std::max<int64_t>(0, end); j < w; ++j) run[j] = kNothing;
     }
-  }
-
-  // Behind the last of the blocks that follow each other from block i on.
-  static int64_t end_of_run(const Blocks& blocks, int64_t i) {
-    for (++i; i < blocks.count && blocks.first[i] == blocks.first[i - 1] + kPanel;) ++i;
-    return i;
   }
 
   // A.1 to A.3 up to the division: mem.s becomes exp(x - maximum), mem.out follows a new maximum.
@@ -236,7 +230,7 @@ class Worker {
       }
     }
     for (int64_t i = 0; i < blocks.count;) {
-      const int64_t end = end_of_run(blocks, i);
+      const int64_t end = blocks.end_of_run(i);
       const int64_t k = (end - 1 - i) * kPanel + blocks.width[end - 1];
       const int64_t whole = k / kPanel * kPanel;  // 64 k' and 16, 32, 48: few sizes, as above
       for (int64_t e = 0; e < a.dv; e += kPanel) {

@@ -52,8 +52,7 @@ void sum_strip(const Blocks& blocks, const C* weights, const T* values, int64_t 
   for (int i = 0; i < kVectors; ++i) sum[i] = V::loadu(out + e + i * V::size());
   for (int64_t b = 0; b < blocks.count; ++b) {
     const T* value = values + blocks.first[b] * stride + e;
-    const bool goes_on = b + 1 < blocks.count && blocks.first[b + 1] == blocks.first[b] + kPanel;
-    const int64_t there = blocks.real[b] + (goes_on ? blocks.real[b + 1] : 0);
+    const int64_t there = blocks.real[b] + (blocks.goes_on(b) ? blocks.real[b + 1] : 0);
     for (int64_t j = 0; j < blocks.real[b]; ++j, value += stride) {
       const V p(weights[b * kPanel + j]);
       if (j + kAhead < there) prefetch(value + kAhead * stride, kVectors * V::size());
