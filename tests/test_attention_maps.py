@@ -18,6 +18,7 @@ from tests.patching.test_patch_recipe import MultiHeadAttention, Residual
 from tfm_kernels.heat_maps import heat_maps_figure
 from tfm_kernels.ops import attention_watch
 from tfm_kernels.patching import registry
+from tfm_kernels.testing.float64 import assert_same_in_float64
 
 PAD = torch.arange(7) >= torch.tensor([4, 7, 2])[:, None]
 FUTURE = torch.ones(6, 6, dtype=torch.bool).triu(1)
@@ -26,7 +27,7 @@ FUTURE = torch.ones(6, 6, dtype=torch.bool).triu(1)
 def assert_maps(found, expected):
     assert list(found) == list(expected)
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        assert_same_in_float64(found[name], tensor, name)
 
 
 @pytest.mark.parametrize("backend", ["reference", "aten", "cpu", None])
@@ -113,7 +114,7 @@ def test_patched_encoders_of_torch_nn(packed):
     assert len(found) == 2
     for tensor, name in zip(found.values(), expected, strict=True):
         live = ~PAD[:, None, :, None] if packed else torch.ones(1, dtype=torch.bool)
-        torch.testing.assert_close(tensor * live, expected[name] * live, rtol=1e-9, atol=1e-12)
+        assert_same_in_float64(tensor * live, expected[name] * live)
         if packed:
             assert not (tensor * PAD[:, None, :, None]).any()  # packed runs have no padded queries
 
@@ -132,7 +133,7 @@ def test_patched_bert_gives_what_eager_attention_gives(make, packed):
     assert len(found) == len(expected) == 2
     for (name, tensor), wanted in zip(found.items(), expected, strict=True):
         assert "layer.0" in name or "layer.1" in name
-        torch.testing.assert_close(tensor * live, wanted.detach() * live, rtol=1e-9, atol=1e-12)
+        assert_same_in_float64(tensor * live, wanted.detach() * live)
     assert report.fallbacks == {}  # the fused layers ran
 
 
@@ -149,7 +150,7 @@ def test_patched_gpt2_gives_what_eager_attention_gives():
     found = tfk.get_attention_maps(model, ids)
     assert list(found) == ["transformer.h.0.attn", "transformer.h.1.attn"]
     for tensor, wanted in zip(found.values(), expected, strict=True):
-        torch.testing.assert_close(tensor, wanted.detach(), rtol=1e-9, atol=1e-12)
+        assert_same_in_float64(tensor, wanted.detach())
 
 
 def test_hand_written_classes():
@@ -177,7 +178,7 @@ def test_hand_written_classes():
     finally:
         registry._recipes[:] = before
     assert list(found) == ["block.sublayer"]
-    torch.testing.assert_close(found["block.sublayer"], expected.detach(), rtol=1e-9, atol=1e-12)
+    assert_same_in_float64(found["block.sublayer"], expected.detach())
 
 
 def test_a_module_that_attends_twice_has_two_names():

@@ -7,6 +7,7 @@ import torch
 
 import tfm_kernels as tfk
 from bench import models, record, timing
+from tfm_kernels.testing.float64 import assert_same_in_float64
 
 TINY = {"d_model": 16, "nhead": 2, "dim_feedforward": 16, "norm_first": True, "max_length": 512}
 
@@ -40,7 +41,7 @@ def test_the_torch_model_computes_the_same(length, request):
     ours = models.TRAINED["classifier"][0]().eval()
     ids = models.tokens(50, 4, length)
     assert (ids == 0).any() and (ids != 0).any(1).all()
-    torch.testing.assert_close(models.TorchModel(ours).eval()(ids), ours(ids), rtol=1e-9, atol=1e-12)
+    assert_same_in_float64(models.TorchModel(ours).eval()(ids), ours(ids))
 
 
 @pytest.mark.parametrize("decoder", [models.KeptByHand, models.InputsKeptByHand])

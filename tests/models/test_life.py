@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.models.peers import KINDS, Peer, V, inputs, small, tokens
+from tfm_kernels.testing.float64 import assert_same_in_float64
 
 
 @pytest.mark.parametrize(
@@ -23,9 +24,9 @@ def test_compiled_without_a_graph_break(kind, changes):
     found = torch.compile(model, fullgraph=True, backend="aot_eager")(*ids)
     found[tokens(kind, ids)].square().sum().backward()
     select = tokens(kind, ids)
-    torch.testing.assert_close(found[select], expected[select], rtol=1e-9, atol=1e-12)
+    assert_same_in_float64(found[select], expected[select])
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, gradients[name], rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        assert_same_in_float64(p.grad, gradients[name], name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

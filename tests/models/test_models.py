@@ -10,6 +10,7 @@ from torch import nn
 import tfm_kernels as tfk
 from tests.models.peers import KINDS, VT, Peer, V, inputs, small, tokens
 from tfm_kernels.models import padding
+from tfm_kernels.testing.float64 import assert_same_in_float64
 
 CASES = [
     {},
@@ -39,7 +40,7 @@ def test_is_the_same_model_on_torch_nn(kind, changes, backend):
     found, expected = (gradients(m, ids, tokens(kind, ids)) for m in (model, peer))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        assert_same_in_float64(found[name], tensor, name)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -85,7 +86,7 @@ def test_padding_anywhere_changes_nothing(kind, norm_first, positions, monkeypat
         alone = model(*[row[None]] * len(inputs(kind)))[0]
         for found in (together, unseen):
             shown = found[b] if kind == "classifier" else found[b][keep[b]]
-            torch.testing.assert_close(shown, alone, rtol=1e-9, atol=1e-10)
+            assert_same_in_float64(shown, alone)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,7 +139,7 @@ def test_pooling():
     for pooling in ("mean", "first"):
         model = small("classifier", dtype=torch.float64, pooling=pooling)
         ids = inputs("classifier")
-        torch.testing.assert_close(model(*ids), Peer(model).eval()(*ids), rtol=1e-9, atol=1e-10)
+        assert_same_in_float64(model(*ids), Peer(model).eval()(*ids))
     empty = torch.tensor([[3, 4], [0, 0]])
     for pooling in ("mean", "first"):
         model = small("classifier", pooling=pooling)
@@ -151,7 +152,7 @@ def test_shared_embeddings_are_one_parameter(kind):
     ids = inputs(kind)
     found, expected = (gradients(m, ids, tokens(kind, ids)) for m in (model, Peer(model).eval()))
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        assert_same_in_float64(found[name], tensor, name)
     for m in (model, model.float(), model.double()):
         weights = [m.output.weight, m.embedding.tokens.weight]
         weights += [m.source_embedding.tokens.weight] if kind == "translation" else []

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfm_kernels as tfk
+from tfm_kernels.testing.float64 import assert_same_in_float64
 
 from .twins import BACKENDS, assert_same, label, pairwise, randn, results, twins
 
@@ -110,7 +111,7 @@ def test_stacks_without_and_with_a_final_norm(norm_first, norm):
         memory = results(encoder, [randn(B, TS, E)], src_key_padding_mask=SRC_PAD)
         found.append({**memory, **{f"d {k}": v for k, v in results(decoder, [randn(B, TT, E)] * 2).items()}})
     for name, expected in found[0].items():
-        torch.testing.assert_close(found[1][name], expected, rtol=1e-9, atol=1e-10, msg=name)
+        assert_same_in_float64(found[1][name], expected, name)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -163,7 +164,7 @@ def test_dropout_is_the_same_on_every_backend(norm_first):
         torch.manual_seed(1)
         found.append(results(model, [randn(TS, B, E), randn(TT, B, E, seed=1)], tgt_is_causal=True))
     for name, tensor in found[0].items():
-        torch.testing.assert_close(found[1][name], tensor, rtol=1e-9, atol=1e-10, msg=name)
+        assert_same_in_float64(found[1][name], tensor, name)
 
 
 def test_the_causal_mask_is_recognised_once_and_only_where_nothing_was_said():

@@ -10,6 +10,7 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tfm_kernels.patching import registry
+from tfm_kernels.testing.float64 import assert_same_in_float64
 
 from .layers import (
     ConvolutionFeedForward,
@@ -105,7 +106,7 @@ def test_maps_of_the_patched_tutorials(declared):
     tfk.patch(model)
     found = tfk.get_attention_maps(model, *given)
     assert list(found) == ["attentions.0", "attentions.1"]
-    torch.testing.assert_close(torch.stack(list(found.values())), expected, rtol=1e-9, atol=1e-12)
+    assert_same_in_float64(torch.stack(list(found.values())), expected)
 
 
 @pytest.mark.parametrize("unbiased", [True, False])
@@ -175,7 +176,7 @@ def test_the_encoder_decoder_is_our_translation_model():
     ours.load_state_dict({k: v for name, part in state.items() for k, v in weights(name, part)}, strict=True)
     seed.position.pe = ours.embedding.positions.pe  # the same table, not rounded to float32 on the way
     live = given[1] != 0
-    torch.testing.assert_close(ours(*given)[live], seed(*given)[live], rtol=1e-9, atol=1e-9)
+    assert_same_in_float64(ours(*given)[live], seed(*given)[live])
 
 
 def biased(self, x):
