@@ -44,6 +44,10 @@ struct FfnShape {
   }
 };
 
+// preact as ffn_fwd saves it.
+at::Tensor ffn_preact_cpu(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1,
+                          const at::Tensor& w2, const OptionalTensor& gate, int64_t activation);
+
 // x itself, or a copy where its columns do not lie side by side.
 inline at::Tensor unit_rows(const at::Tensor& x) {
   return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "few_rows.h"
 #include "ffn.h"
 #include "operand.h"
 
@@ -131,8 +132,7 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   check_shape(dy, {M, Eo}, kOp, "dy");
   TORCH_CHECK(dy.scalar_type() == x.scalar_type() && preact.scalar_type() == x.scalar_type(), kOp,
               ": dy and preact must have the dtype of x");
-  const bool saved = preact.dim() == 2;
-  if (saved) check_shape(preact, {M, gate ? 2 * F : F}, kOp, "preact");
+  if (preact.dim() == 2) check_shape(preact, {M, gate ? 2 * F : F}, kOp, "preact");
   TORCH_CHECK(gate || !need_gate, kOp, ": need_gate must be False without a gate");
 
   const auto options = x.options();
@@ -150,7 +150,11 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   if (!(need_x || need_w1 || need_b1 || need_w2 || need_gate))
     return {dx, dw1, db1, dw2, db2, dgate};
   const at::Tensor dy_rows = unit_rows(dy), x_rows = unit_rows(x), w1c = w1.contiguous(),
-                   w2c = w2.contiguous(), preactc = preact.contiguous();
+                   w2c = w2.contiguous();
+  // of few rows it is small, and the forward has kernels of its own for them
+  const bool again = preact.dim() != 2 && M <= kFewRows;
+  const at::Tensor preactc =
+      again ? ffn_preact_cpu(x, w1, b1, w2, gate, activation) : preact.contiguous();
   const OptionalTensor b1c = contiguous(b1), gatec = contiguous(gate);
 
   FfnBwd args{};
@@ -160,7 +164,7 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   args.w2 = w2c.const_data_ptr();
   args.b1 = pointer(b1c);
   args.gate = pointer(gatec);
-  args.preact = saved ? preactc.const_data_ptr() : nullptr;
+  args.preact = preactc.dim() == 2 ? preactc.const_data_ptr() : nullptr;
   args.dx = need_x ? dx.mutable_data_ptr() : nullptr;
   args.dw1 = need_w1 ? dw1.mutable_data_ptr() : nullptr;
   args.dw2 = need_w2 ? dw2.mutable_data_ptr() : nullptr;

@@ -28,10 +28,11 @@ class Call:
     training: bool
 
 
-# (training, 16 bits) -> rows from which cpu is faster than aten. Fewer rows are products of a matrix and a vector, at
-# which the BLAS is better (1 row of 384-1536: 390 us against 240, 2.5 GHz Cascade Lake; 8 rows of it: 271 us against
-# 238, and 16 of 768-3072: 1220 against 1616; in training 32 rows of 512-2048: 3.9 ms against 3.5; 2.6 GHz Xeon).
-_CPU_FROM = {(False, False): 16, (False, True): 4, (True, False): 64, (True, True): 4}
+# (training, 16 bits) -> rows from which cpu is faster than aten. Below are products of a matrix and a vector, at which
+# the BLAS is better (1 row of float32: 0.8 to 0.97, 256-1024 to 1024-4096); from there to 64 rows 1.0 to 2.0, with the
+# weights in L2 or not, with AVX-512 and with AVX2; float16 2.0 to 3.0 at 4 rows, 1.0 to 1.5 at 32. In training 32 rows
+# of 512-2048 took 3.9 ms against 3.5 (2.6 GHz Xeon).
+_CPU_FROM = {(False, False): 4, (False, True): 4, (True, False): 64, (True, True): 4}
 # Where the processor multiplies bfloat16 itself, inference always gains (1.06 to 2.1, 1 to 16384 rows of 384-1536 and
 # 768-3072, 2.6 GHz Xeon with AMX), and training where the hidden activation is large (0.7 to 0.95 at 1024 rows).
 _TILES_FROM = {False: 1, True: 8192}

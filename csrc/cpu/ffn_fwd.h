@@ -1,0 +1,66 @@
+// One call of ffn_fwd and its working memory, as host and kernels share them.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "activation.h"
+#include "few_rows.h"
+#include "isa.h"
+#include "philox.h"
+#include "vec.h"
+
+namespace tfm_kernels {
+
+struct FfnTiling {
+  int64_t rows;      // per tile, a multiple of 16, at most kMaxTileRows
+  int64_t tiles;     // ceil(M / rows)
+  int64_t chunk;     // hidden features at a time, a multiple of 16
+  int64_t segments;  // parts of the hidden features that are summed apart: more than 1 only where
+                     // tiles < threads
+};
+
+struct FfnFwd {
+  const void *x, *w1, *b1, *w2, *b2, *gate;  // b1, b2, gate may be null; weights contiguous
+  void *y, *preact;                          // preact null where it is not wanted
+  int64_t x_stride_m, M, E, F, Eo;
+  bool gated;       // an empty gate has a null pointer
+  bool bf16_tiles;  // bfloat16 is multiplied as it is stored
+  Activation activation;
+  Dropout dropout;
+  const int64_t* dropout_rows;  // (M) or null
+  FfnTiling tiling;
+  // Where rows are few: the hidden activation (M, F), in the compute type.
+  void* hidden;
+};
+
+constexpr int64_t kMaxTileRows = 256;
+
+// Elements of working memory that one task needs.
+inline int64_t ffn_fwd_scratch(const FfnFwd& args) {
+  const auto& tiling = args.tiling;
+  // the hidden activation as an operand of bfloat16, or weights as they are widened
+  const int64_t wide = args.bf16_tiles
+                           ? tiling.chunk * tiling.rows / 2
+                           : std::max<int64_t>(32768, 16 * std::max(args.E, tiling.chunk));
+  return (args.E + (args.gated ? 2 : 1) * tiling.chunk) * tiling.rows + wide;
+}
+
+// Task (tile, segment) leaves its share of y^T, (Eo, rows), in `partial`; the join of a tile adds
+// the segments' shares of columns begin..end - 1 in order and stores y.
+TFM_DECLARE_KERNEL(void ffn_fwd(const FfnFwd& args, DType dtype, int64_t tile, int64_t segment,
+                                void* partial, void* scratch))
+TFM_DECLARE_KERNEL(void ffn_fwd_join(const FfnFwd& args, DType dtype, int64_t tile, int64_t begin,
+                                     int64_t end, void* partials))
+
+// Few rows: features begin..end - 1 of the hidden activation, then features begin..end - 1 of y.
+TFM_DECLARE_KERNEL(void ffn_fwd_few_rows_hidden(const FfnFwd& args, DType dtype, int64_t begin,
+                                                int64_t end, void* scratch))
+TFM_DECLARE_KERNEL(void ffn_fwd_few_rows_out(const FfnFwd& args, DType dtype, int64_t begin,
+                                             int64_t end, void* scratch))
+
+// Elements of working memory that each of them needs.
+inline int64_t ffn_fwd_few_rows_scratch(const FfnFwd& args) {
+  return (args.gated ? 2 : 1) * few_rows_room(args.M) + args.M * args.E;
+}
+
+}  // namespace tfm_kernels

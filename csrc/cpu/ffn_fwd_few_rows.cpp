@@ -1,0 +1,58 @@
+// ffn_fwd, CPU: the kernels for few rows. Implements FFN.1 to FFN.4 of tfm_kernels/ops/ffn.py.
+// Owns:    one task = a range of hidden features, then, when all of them are there, one of features
+// of y.
+// Traffic: reads the weights once, from L3 or memory, which is what it costs; x, h (M*F) and y stay
+// in cache. 4*M*E*F FLOPs, 6 with a gate.
+// Limits:  at most kFewRows rows. Sums in float32, in float64 for float64.
+// Source:  own work.
+#include "few_rows.h"
+#include "ffn_hidden.h"
+
+namespace tfm_kernels {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+template <typename T, typename C = compute_t<T>>
+void hidden_features(const FfnFwd& args, int64_t begin, int64_t end, C* scratch) {
+  const int64_t rows = args.M, ld = round_up(rows, 16);
+  int64_t numbers[kFewRows] = {}, x_ld = args.x_stride_m;
+  for (int64_t r = 0; r < rows; ++r) numbers[r] = args.dropout_rows ? args.dropout_rows[r] : r;
+  C *hidden = scratch, *linear = args.gated ? scratch + few_rows_room(rows) : nullptr;
+  const C* x = few_rows_operand(static_cast<const T*>(args.x), rows, args.E,
+                                hidden + (args.gated ? 2 : 1) * few_rows_room(rows), x_ld);
+  for (int64_t f = begin; f < end; f += kFewRowsStrip) {
+    const int64_t n = std::min(kFewRowsStrip, end - f);
+    few_rows_product(n, rows, args.E, static_cast<const T*>(args.w1) + f * args.E, args.E, x, x_ld,
+                     hidden, ld);
+    if (linear)
+      few_rows_product(n, rows, args.E, static_cast<const T*>(args.gate) + f * args.E, args.E, x,
+                       x_ld, linear, ld);
+    activate<T>(args, 0, rows, f, n, ld, hidden, linear);
+    if (args.dropout.active()) drop(args.dropout, numbers, f, n, ld, hidden);
+    transpose_narrow<C>(hidden, ld, rows, n, nullptr, static_cast<C*>(args.hidden) + f, args.F);
+  }
+}
+
+}  // namespace
+
+void ffn_fwd_few_rows_hidden(const FfnFwd& args, DType dtype, int64_t begin, int64_t end,
+                             void* scratch) {
+  for_dtype(dtype, [&](auto zero) {
+    using C = compute_t<decltype(zero)>;
+    hidden_features<decltype(zero)>(args, begin, end, static_cast<C*>(scratch));
+  });
+}
+
+void ffn_fwd_few_rows_out(const FfnFwd& args, DType dtype, int64_t begin, int64_t end,
+                          void* scratch) {
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    using C = compute_t<T>;
+    few_rows_linear(begin, end, args.M, args.F, static_cast<const C*>(args.hidden), args.F,
+                    static_cast<const T*>(args.w2), static_cast<const T*>(args.b2),
+                    static_cast<T*>(args.y), args.Eo, static_cast<C*>(scratch));
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels
