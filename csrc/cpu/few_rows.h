@@ -1,8 +1,9 @@
 // Products of a few rows with weights, as in decoding: y = x w^T.
 //
-// Every element is a dot product of two stretches of memory, so nothing is packed or turned. The
-// weights are read once, in the order they lie, and each four rows of them are asked for while the
-// four before are multiplied: what such a product costs is their way from L3 or memory.
+// What such a product costs is the weights' way from L3 or memory, so they are read once, in the
+// order they lie, and asked for ahead. Up to kDotRows rows: every element is a dot product, nothing
+// is packed or turned. More: x is turned, so that a vector holds rows, and each weight multiplies
+// whole vectors.
 #pragma once
 #include <algorithm>
 
@@ -15,20 +16,26 @@ namespace tfm_kernels {
 // Rows of x at a time. Beyond, tiles of the matrix library are faster: 64 rows of 256-1024 took 327
 // us here and 238 there, 32 rows 202 and 215 (2.6 GHz Xeon, AVX-512).
 constexpr int64_t kFewRows = 32;
-constexpr int64_t kFewRowsStrip = 64;  // features at a time
-constexpr int64_t kFewRowsLength =
-    1024;  // the longest sum formed at a time: a tile's rows stay in L1
+constexpr int64_t kDotRows = 8;
+constexpr int64_t kFewRowsStrip = 96;  // features at a time, a multiple of every tile's
+
+// Whether the products of this many rows take x turned.
+inline bool turns_rows(int64_t rows) { return rows > kDotRows; }
 
 // Elements of working memory for a strip of products with `rows` rows.
 inline int64_t few_rows_room(int64_t rows) { return kFewRowsStrip * round_up(rows, 16); }
 
+// Elements of working memory for x as the products take it.
+inline int64_t few_rows_operand_room(int64_t rows, int64_t k) { return k * round_up(rows, 16); }
+
 inline namespace CPU_CAPABILITY {
 namespace {
 
+constexpr int64_t kDotLength = 1024;  // the longest sum formed at a time: a tile's rows stay in L1
 // A tile: the products of four features with two or four rows, which is what registers hold.
-constexpr int64_t kTileFeatures = 4;
+constexpr int64_t kDotFeatures = 4;
 template <typename C>
-constexpr int64_t kTileRows = sizeof(at::vec::Vectorized<C>) == 32 ? 2 : 4;
+constexpr int64_t kDotTileRows = sizeof(at::vec::Vectorized<C>) == 32 ? 2 : 4;
 
 // Lane i of the result is the sum of the lanes of v[i]; n vectors of n lanes.
 template <typename V, int n>
@@ -46,25 +53,26 @@ template <typename V, int n>
   }
 }
 
-// sums[f * kTileRows + r] = the sum of w[f][i] x[r][i] over k elements; k a multiple of the lanes
-// where `whole`. (Two functions, because gcc keeps the sums in memory where a rest may follow.)
+// sums[f * kDotTileRows + r] = the sum of w[f][i] x[r][i] over k elements; k a multiple of the
+// lanes where `whole`. (Two functions, because gcc keeps the sums in memory where a rest may
+// follow.)
 template <bool whole, typename T, typename C = compute_t<T>>
-void dot_tile(const T* const (&w)[kTileFeatures], const C* const (&x)[kTileRows<C>], int64_t k,
+void dot_tile(const T* const (&w)[kDotFeatures], const C* const (&x)[kDotTileRows<C>], int64_t k,
               C* sums) {
   using V = at::vec::Vectorized<C>;
-  constexpr int64_t kRows = kTileRows<C>, kSums = kTileFeatures * kRows, kLanes = V::size();
+  constexpr int64_t kRows = kDotTileRows<C>, kSums = kDotFeatures * kRows, kLanes = V::size();
   static_assert(kSums % kLanes == 0);
   V sum[kSums];
   for (V& s : sum) s = V(C(0));
   const auto step = [&](auto at) __attribute__((always_inline)) {
-    V wide[kTileFeatures];
+    V wide[kDotFeatures];
 #pragma GCC unroll 4
-    for (int64_t f = 0; f < kTileFeatures; ++f) wide[f] = at(w[f]);
+    for (int64_t f = 0; f < kDotFeatures; ++f) wide[f] = at(w[f]);
 #pragma GCC unroll 4
     for (int64_t r = 0; r < kRows; ++r) {
       const V factor = at(x[r]);
 #pragma GCC unroll 4
-      for (int64_t f = 0; f < kTileFeatures; ++f)
+      for (int64_t f = 0; f < kDotFeatures; ++f)
         sum[f * kRows + r] = at::vec::fmadd(wide[f], factor, sum[f * kRows + r]);
     }
   };
@@ -81,33 +89,33 @@ void dot_tile(const T* const (&w)[kTileFeatures], const C* const (&x)[kTileRows<
   }
 }
 
-// out (n, ld) = w x^T, w (n, k) and `rows` rows of x, both with their elements side by side. ld is
-// `rows` rounded up to 16; what the columns behind `rows` hold is finite where the last row is.
+// out (n, ld) = w x^T, w (n, k) and `rows` rows of x, both with their elements side by side.
+// Columns behind `rows` hold sums of the last row, or 0.
 template <typename T, typename C = compute_t<T>>
-void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, const C* x,
-                      int64_t x_ld, C* out, int64_t ld) {
-  constexpr int64_t kRows = kTileRows<C>;
+void dot_products(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, const C* x,
+                  int64_t x_ld, C* out, int64_t ld) {
+  constexpr int64_t kRows = kDotTileRows<C>;
   std::fill(out, out + n * ld, C(0));
-  for (int64_t begin = 0; begin < k; begin += kFewRowsLength) {
-    const int64_t length = std::min(k - begin, kFewRowsLength);
+  for (int64_t begin = 0; begin < k; begin += kDotLength) {
+    const int64_t length = std::min(k - begin, kDotLength);
     // what each tile asks for of the next four features, behind the strip as well
     const int64_t ahead = round_up(ceil_div(length, ceil_div(rows, kRows)), kLine<T>);
-    for (int64_t f = 0; f < n; f += kTileFeatures) {
-      const T* features[kTileFeatures];
-      for (int64_t i = 0; i < kTileFeatures; ++i)
+    for (int64_t f = 0; f < n; f += kDotFeatures) {
+      const T* features[kDotFeatures];
+      for (int64_t i = 0; i < kDotFeatures; ++i)
         features[i] = w + std::min(f + i, n - 1) * w_ld + begin;  // the last one stands in
       for (int64_t r = 0, first = 0; r < rows; r += kRows, first += ahead) {
         for (const T* feature : features)
-          prefetch(feature + kTileFeatures * w_ld + first, std::min(ahead, length - first));
+          prefetch(feature + kDotFeatures * w_ld + first, std::min(ahead, length - first));
         const C* factors[kRows];
         for (int64_t i = 0; i < kRows; ++i)
           factors[i] = x + std::min(r + i, rows - 1) * x_ld + begin;
-        alignas(64) C sums[kTileFeatures * kRows];
+        alignas(64) C sums[kDotFeatures * kRows];
         if (length % at::vec::Vectorized<C>::size() == 0)
           dot_tile<true>(features, factors, length, sums);
         else
           dot_tile<false>(features, factors, length, sums);
-        for (int64_t i = 0; i < std::min(kTileFeatures, n - f); ++i)
+        for (int64_t i = 0; i < std::min(kDotFeatures, n - f); ++i)
 #pragma omp simd
           for (int64_t j = 0; j < kRows; ++j) out[(f + i) * ld + r + j] += sums[i * kRows + j];
       }
@@ -115,11 +123,94 @@ void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_
   }
 }
 
-// x as the products take it: where it lies, or widened into `room` (rows, k); its leading dimension
-// in `ld`.
+// out (n, ld) += w x, w (n, k) with n <= kFeatures, x (k, ld), ld = kVectors vectors. The weights
+// of a chunk are copied, widened, to where they lie densely; those of the next one are asked for.
+template <int64_t kFeatures, int64_t kVectors, typename T, typename C = compute_t<T>>
+void turned_tile(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, C* out) {
+  using V = at::vec::Vectorized<C>;
+  constexpr int64_t kLanes = V::size(), kLd = kVectors * kLanes, kChunk = 64;
+  alignas(64) C weights[kFeatures][kChunk];
+  V sum[kFeatures][kVectors];
+  const T* features[kFeatures];
+  for (int64_t f = 0; f < kFeatures; ++f)
+    features[f] = w + std::min(f, n - 1) * w_ld;  // the last one stands in
+  for (int64_t begin = 0; begin < k; begin += kChunk) {
+    const int64_t length = std::min(kChunk, k - begin);
+    const int64_t next = begin + kChunk < k ? begin + kChunk : kFeatures * w_ld;
+    for (int64_t f = 0; f < kFeatures; ++f) {
+      if (length == kChunk)  // nearly always, and then the compiler knows it
+        widen(features[f] + begin, kChunk, weights[f]);
+      else
+        widen(features[f] + begin, length, weights[f]);
+    }
+    const auto multiply = [&](int64_t from, int64_t to) __attribute__((always_inline)) {
+      for (int64_t i = from; i < to; ++i) {
+        V factor[kVectors];
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < kVectors; ++v)
+          factor[v] = V::loadu(x + (begin + i) * kLd + v * kLanes);
+#pragma GCC unroll 24
+        for (int64_t f = 0; f < kFeatures; ++f) {
+          const V weight(weights[f][i]);
+#pragma GCC unroll 8
+          for (int64_t v = 0; v < kVectors; ++v)
+            sum[f][v] = at::vec::fmadd(weight, factor[v], sum[f][v]);
+        }
+      }
+    };
+    int64_t line = 0;
+    for (; line + kLine<T> <= length; line += kLine<T>) {
+      // a few lines at a time, so that they are on their way while these are multiplied
+      for (const T* feature : features) __builtin_prefetch(feature + next + line);
+      multiply(line, line + kLine<T>);
+    }
+    multiply(line, length);
+  }
+  for (int64_t f = 0; f < n; ++f)
+    for (int64_t v = 0; v < kVectors; ++v) {
+      C* place = out + f * kLd + v * kLanes;
+      (V::loadu(place) + sum[f][v]).store(place);
+    }
+}
+
+// out (n, ld) = w x, x (k, ld) turned; ld, 16 or 32, is kVectors vectors.
+template <int64_t kVectors, typename T, typename C = compute_t<T>>
+void turned_products(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, C* out) {
+  using V = at::vec::Vectorized<C>;
+  constexpr int64_t kLd = kVectors * V::size(), kLength = 256;  // sums formed at a time
+  constexpr int64_t kSums = sizeof(V) == 32 ? 12 : 24;          // what registers hold
+  constexpr int64_t kFeatures = std::max<int64_t>(1, std::min<int64_t>(12, kSums / kVectors));
+  std::fill(out, out + n * kLd, C(0));
+  for (int64_t begin = 0; begin < k; begin += kLength)
+    for (int64_t f = 0; f < n; f += kFeatures)
+      turned_tile<kFeatures, kVectors>(std::min(kFeatures, n - f), std::min(kLength, k - begin),
+                                       w + f * w_ld + begin, w_ld, x + begin * kLd, out + f * kLd);
+}
+
+// out (n, ld) = w x^T, w (n, k) with its elements side by side, x as few_rows_operand() gave it. ld
+// is `rows` rounded up to 16; what the columns behind `rows` hold is finite where x is.
 template <typename T, typename C = compute_t<T>>
-const C* few_rows_operand(const T* x, int64_t rows, int64_t k, [[maybe_unused]] C* room,
-                          int64_t& ld) {
+void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, const C* x,
+                      int64_t x_ld, C* out, int64_t ld) {
+  constexpr int64_t kLanes = at::vec::Vectorized<C>::size();
+  if (!turns_rows(rows))
+    dot_products(n, rows, k, w, w_ld, x, x_ld, out, ld);
+  else if (ld == 16)
+    turned_products<16 / kLanes>(n, k, w, w_ld, x, out);
+  else
+    turned_products<32 / kLanes>(n, k, w, w_ld, x, out);
+}
+
+// x as the products take it: few rows where they lie, or widened; more turned, (k, ld). Its leading
+// dimension in `ld`; `room` has few_rows_operand_room(rows, k) elements.
+template <typename T, typename C = compute_t<T>>
+const C* few_rows_operand(const T* x, int64_t rows, int64_t k, C* room, int64_t& ld) {
+  if (turns_rows(rows)) {
+    const int64_t padded = round_up(rows, 16);
+    transpose_widen(x, ld, rows, k, room, padded, padded);
+    ld = padded;
+    return room;
+  }
   if constexpr (std::is_same_v<T, C>) {
     return x;
   } else {
@@ -129,15 +220,15 @@ const C* few_rows_operand(const T* x, int64_t rows, int64_t k, [[maybe_unused]] 
   }
 }
 
-// Features begin..end - 1 of y = x w^T + bias, w (., k) contiguous, each rounded once; bias may be
-// null. `room`: few_rows_room(rows).
+// Features begin..end - 1 of y = x w^T + bias, each rounded once; bias may be null. `room`:
+// few_rows_room(rows).
 template <typename T, typename C = compute_t<T>>
 void few_rows_linear(int64_t begin, int64_t end, int64_t rows, int64_t k, const C* x, int64_t x_ld,
-                     const T* w, const T* bias, T* y, int64_t y_ld, C* room) {
+                     const T* w, int64_t w_ld, const T* bias, T* y, int64_t y_ld, C* room) {
   const int64_t ld = round_up(rows, 16);
   for (int64_t f = begin; f < end; f += kFewRowsStrip) {
     const int64_t n = std::min(kFewRowsStrip, end - f);
-    few_rows_product(n, rows, k, w + f * k, k, x, x_ld, room, ld);
+    few_rows_product(n, rows, k, w + f * w_ld, w_ld, x, x_ld, room, ld);
     transpose_narrow(room, ld, rows, n, bias ? bias + f : nullptr, y + f, y_ld);
   }
 }

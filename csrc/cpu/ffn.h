@@ -1,6 +1,7 @@
 // What the host halves of the ffn kernels share: the shapes of a call, checked, and its working
 // memory.
 #pragma once
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -75,5 +76,18 @@ struct Workspace {
   void* first(int64_t element) const { return begin + element * item; }
   void* second(int64_t element) const { return middle + element * item; }
 };
+
+// Calls body(begin, end, worker) for every worker's share of `features`, in multiples of 16.
+template <typename Body>
+void for_strips(int64_t features, int64_t workers, Body body) {
+  const int64_t strips = (features + 15) / 16;
+  at::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
+    for (int64_t worker = first; worker < last; ++worker) {
+      const int64_t begin = strips * worker / workers * 16;
+      const int64_t end = std::min(features, strips * (worker + 1) / workers * 16);
+      if (begin < end) body(begin, end, worker);
+    }
+  });
+}
 
 }  // namespace tfm_kernels

@@ -65,23 +65,17 @@ void run_tiles(FfnFwd& args, DType dtype, const at::Tensor& x) {
   }
 }
 
-// Features are dealt out in strips; a barrier between the two products.
 void run_few_rows(FfnFwd& args, DType dtype, const at::Tensor& x) {
   const int64_t workers = at::get_num_threads(), room = ffn_fwd_few_rows_scratch(args);
-  const Workspace workspace(x, args.M * args.F, workers * room);
+  const Workspace workspace(x, few_rows_operand_room(args.M, args.F), workers * room);
   args.hidden = workspace.first(0);
-  const auto deal = [&](int64_t features, auto&& kernel) {
-    const int64_t tiles = ceil_div(features, 16);
-    at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t worker = begin; worker < end; ++worker) {
-        const int64_t first = tiles * worker / workers * 16;
-        const int64_t last = std::min(features, tiles * (worker + 1) / workers * 16);
-        if (first < last) kernel(args, dtype, first, last, workspace.second(worker * room));
-      }
-    });
-  };
-  deal(args.F, TFM_KERNEL(ffn_fwd_few_rows_hidden));
-  deal(args.Eo, TFM_KERNEL(ffn_fwd_few_rows_out));
+  for_strips(args.F, workers, [&](int64_t begin, int64_t end, int64_t worker) {
+    TFM_KERNEL(ffn_fwd_few_rows_hidden)
+    (args, dtype, begin, end, workspace.second(worker * room));
+  });
+  for_strips(args.Eo, workers, [&](int64_t begin, int64_t end, int64_t worker) {
+    TFM_KERNEL(ffn_fwd_few_rows_out)(args, dtype, begin, end, workspace.second(worker * room));
+  });
 }
 
 std::tuple<at::Tensor, at::Tensor> ffn_fwd_cpu(

@@ -29,7 +29,7 @@ struct FfnFwd {
   Dropout dropout;
   const int64_t* dropout_rows;  // (M) or null
   FfnTiling tiling;
-  // Where rows are few: the hidden activation (M, F), in the compute type.
+  // Where rows are few: the hidden activation in the compute type, as few_rows.h takes it.
   void* hidden;
 };
 
@@ -60,7 +60,8 @@ TFM_DECLARE_KERNEL(void ffn_fwd_few_rows_out(const FfnFwd& args, DType dtype, in
 
 // Elements of working memory that each of them needs.
 inline int64_t ffn_fwd_few_rows_scratch(const FfnFwd& args) {
-  return (args.gated ? 2 : 1) * few_rows_room(args.M) + args.M * args.E;
+  return (args.gated ? 2 : 1) * few_rows_room(args.M) +
+         few_rows_operand_room(args.M, std::max(args.E, args.F));
 }
 
 }  // namespace tfm_kernels

@@ -17,11 +17,13 @@ void hidden_features(const FfnFwd& args, int64_t begin, int64_t end, C* scratch)
   const int64_t rows = args.M, ld = round_up(rows, 16);
   int64_t numbers[kFewRows] = {}, x_ld = args.x_stride_m;
   for (int64_t r = 0; r < rows; ++r) numbers[r] = args.dropout_rows ? args.dropout_rows[r] : r;
-  C *hidden = scratch, *linear = args.gated ? scratch + few_rows_room(rows) : nullptr;
+  C *linear = args.gated ? scratch + few_rows_room(rows) : nullptr, *const all = static_cast<C*>(
+                                                                        args.hidden);
   const C* x = few_rows_operand(static_cast<const T*>(args.x), rows, args.E,
-                                hidden + (args.gated ? 2 : 1) * few_rows_room(rows), x_ld);
+                                scratch + (args.gated ? 2 : 1) * few_rows_room(rows), x_ld);
   for (int64_t f = begin; f < end; f += kFewRowsStrip) {
     const int64_t n = std::min(kFewRowsStrip, end - f);
+    C* hidden = turns_rows(rows) ? all + f * ld : scratch;
     few_rows_product(n, rows, args.E, static_cast<const T*>(args.w1) + f * args.E, args.E, x, x_ld,
                      hidden, ld);
     if (linear)
@@ -29,7 +31,7 @@ void hidden_features(const FfnFwd& args, int64_t begin, int64_t end, C* scratch)
                        x_ld, linear, ld);
     activate<T>(args, 0, rows, f, n, ld, hidden, linear);
     if (args.dropout.active()) drop(args.dropout, numbers, f, n, ld, hidden);
-    transpose_narrow<C>(hidden, ld, rows, n, nullptr, static_cast<C*>(args.hidden) + f, args.F);
+    if (!turns_rows(rows)) transpose_narrow<C>(hidden, ld, rows, n, nullptr, all + f, args.F);
   }
 }
 
@@ -48,8 +50,9 @@ void ffn_fwd_few_rows_out(const FfnFwd& args, DType dtype, int64_t begin, int64_
   for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     using C = compute_t<T>;
-    few_rows_linear(begin, end, args.M, args.F, static_cast<const C*>(args.hidden), args.F,
-                    static_cast<const T*>(args.w2), static_cast<const T*>(args.b2),
+    const int64_t ld = turns_rows(args.M) ? round_up(args.M, 16) : args.F;
+    few_rows_linear(begin, end, args.M, args.F, static_cast<const C*>(args.hidden), ld,
+                    static_cast<const T*>(args.w2), args.F, static_cast<const T*>(args.b2),
                     static_cast<T*>(args.y), args.Eo, static_cast<C*>(scratch));
   });
 }
