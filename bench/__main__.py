@@ -20,11 +20,13 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded: the memory profiler would talk
 
 from . import limits, measure, record, report, shapes, timing  # noqa: E402
-from .ops import bench_attention, bench_ffn, bench_layer_norm  # noqa: E402
+from .ops import bench_attention, bench_ffn, bench_layer_norm, bench_linear  # noqa: E402
 from .progress import Progress  # noqa: E402
 from .subject import Group, groups  # noqa: E402
 
-SUBJECTS = {module.SUBJECT.stem: module.SUBJECT for module in (bench_layer_norm, bench_attention, bench_ffn)}
+SUBJECTS = {
+    module.SUBJECT.stem: module.SUBJECT for module in (bench_layer_norm, bench_attention, bench_ffn, bench_linear)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

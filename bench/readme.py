@@ -101,6 +101,9 @@ def _probes(op: str) -> dict[str, dict[str, Any]]:
         plain = {"x": x, "w1": torch.zeros(4, 8), "b1": None, "w2": torch.zeros(8, 4), "b2": None}
         gate = {**plain, "gate": torch.zeros(4, 8), "activation": "silu"}
         return {"": plain, "with a gate": gate, "with dropout": {**plain, **dropout}}
+    if op == "linear":
+        plain = {"x": x, "weight": torch.zeros(4, 8)}
+        return {"": plain, "with gradients": {**plain, "weight": torch.zeros(4, 8, requires_grad=True)}}
     if op == "attention_varlen":
         q, ends = torch.zeros(3, 2, 8), torch.tensor([0, 1, 3])
         longest = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 2, "max_seqlen_k": 2}

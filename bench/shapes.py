@@ -105,6 +105,22 @@ class Ffn(Case):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Linear(Case):
+    """(rows, width) -> (rows, out), without gradients."""
+
+    op: str = "linear"
+    rows: int
+    width: int
+    out: int
+    passes: tuple[str, ...] = ("infer",)
+
+    @property
+    def label(self) -> str:
+        """Such as "M32 256-768"."""
+        return f"M{self.rows} {self.width}-{self.out}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Norm(Case):
     """(rows, features), with affine weights; add_* ops with a residual."""
 
@@ -181,6 +197,23 @@ def _ffn() -> list[Case]:
     ]
 
 
+def _linear() -> list[Case]:
+    def n(rows: int, width: int, out: int, **options) -> Linear:
+        return Linear(rows=rows, width=width, out=out, **options)
+
+    return [
+        n(1, 768, 768),
+        n(4, 768, 768, dtypes=ALL, quick=True),
+        n(8, 1024, 4096, dtypes=ALL, headline=True),
+        n(16, 512, 512),
+        n(32, 256, 768),
+        n(32, 256, 8000, headline=True),
+        n(32, 1024, 1024, dtypes=ALL),
+        n(64, 768, 768),
+        n(512, 768, 768),
+    ]
+
+
 def _norms() -> list[Case]:
     def n(rows: int, features: int, **options) -> Norm:
         return Norm(rows=rows, features=features, **options)
@@ -215,7 +248,8 @@ def _norms() -> list[Case]:
 
 # by the op's stem
 GRID: dict[str, tuple[Case, ...]] = {
-    "layer_norm": tuple(_norms()), "attention": tuple(_attention()), "ffn": tuple(_ffn())
+    "layer_norm": tuple(_norms()), "attention": tuple(_attention()), "ffn": tuple(_ffn()),
+    "linear": tuple(_linear()),
 }  # fmt: skip
 
 

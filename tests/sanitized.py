@@ -7,18 +7,23 @@ It judges nothing: a finding of the sanitizer ends the process. Numbers are judg
 
 import torch
 
+import tfm_kernels as tfk
 from tests.cases import CASES, run_case
 
 EVERY = 12
 
 
 def main() -> None:
-    """Every twelfth case of the contract list, and a word about how many."""
+    """Every twelfth case of the contract list, linear, and a word about how many."""
     torch.set_num_threads(2)
     count = 0
     for case in CASES[::EVERY]:
         run_case(case, "cpu")
         count += 1
+    with torch.no_grad():
+        for rows in (1, 8, 9, 33):
+            tfk.ops.linear(torch.randn(rows, 70), torch.randn(37, 70), torch.randn(37), backend="cpu")
+            count += 1
     print(f"{count} passed, 0 failed")
 
 

@@ -62,6 +62,13 @@ def feed_forward(dtype):
     return {name: torch.randn(*shape).to(dtype) for name, shape in shapes.items()}
 
 
+def linear(dtype):
+    return {
+        name: torch.randn(*shape).to(dtype)
+        for name, shape in {"x": (3, 5, 8), "weight": (12, 8), "bias": (12,)}.items()
+    }
+
+
 # function -> (valid arguments, {tensor: axes whose size is tied}, tensors whose rank is free, required tensors,
 #              tensors that may not be float64 beside others of another dtype, {option: bad values})
 FUNCTIONS = {
@@ -153,6 +160,14 @@ FUNCTIONS = {
             "dropout_rows": SEEDS,
             "recompute": FLAGS,
         },
+    ),
+    "linear": (
+        linear,
+        {"x": [2], "weight": [0, 1], "bias": [0]},
+        {"x"},
+        {"x", "weight"},
+        {"x", "weight", "bias"},
+        {},
     ),
 }
 

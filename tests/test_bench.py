@@ -8,8 +8,8 @@ import torch
 import tfm_kernels as tfk
 from bench import __main__ as bench
 from bench import gate, limits, measure, readme, record, report, shapes, timing
-from bench.ops import bench_attention, bench_ffn, bench_layer_norm
-from bench.shapes import Attention, Ffn, Norm
+from bench.ops import bench_attention, bench_ffn, bench_layer_norm, bench_linear
+from bench.shapes import Attention, Ffn, Linear, Norm
 from bench.subject import BACKWARD, BOTH, DIRECTIONS, FORWARD, Group, groups
 from tfm_kernels import Mask, _backend
 
@@ -60,6 +60,8 @@ def test_flops_and_bytes():
     assert bench_ffn.flops(f, FORWARD) == 4 * 3 * 8 * 32 and bench_ffn.flops(f, BOTH) == 12 * 3 * 8 * 32
     assert bench_ffn.flops(Ffn(rows=3, width=8, hidden=32, gated=True), FORWARD) == 6 * 3 * 8 * 32
     assert bench_ffn.bytes_moved(f, 4, FORWARD) == 4 * (2 * 3 * 8 + 2 * 8 * 32)
+    lin = Linear(rows=3, width=8, out=5)
+    assert bench_linear.flops(lin, FORWARD) == 240 and bench_linear.bytes_moved(lin, 2, FORWARD) == 2 * (24 + 40 + 15)
     n = Norm(rows=3, features=8)
     assert [bench_layer_norm.bytes_moved(n, 2, d) for d in DIRECTIONS] == [96, 144, 240]
     assert bench_layer_norm.bytes_moved(Norm(op="add_rms_norm", rows=3, features=8), 4, FORWARD) == 4 * 4 * 24

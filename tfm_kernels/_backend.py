@@ -68,6 +68,11 @@ def why_not(op: Op, call: Any, backend: str) -> str | None:
     return op.support[backend](call)
 
 
+def offers(op: str) -> bool:
+    """Whether ``op`` has kernels of the backend that use_backend() asks for: for callers that can do without it."""
+    return _forced is None or _forced in OPS[op].support
+
+
 class Choices:
     """What was chosen for calls that an op has checked before: the same call again costs a look-up instead of checks.
 

@@ -19,7 +19,7 @@ assert not _library.bf16_tiles
 draw = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)
 g = torch.manual_seed(3)
 call = {call}
-tfk.testing.assert_contract(*call, backend="cpu")
+tfk.testing.assert_contract(*call, backend="cpu", backward=call[0] != "linear")
 print("held")
 """
 ATTENTION = (
@@ -32,7 +32,13 @@ FFN = (
 )
 
 
-@pytest.mark.parametrize("call", (ATTENTION, FFN), ids=("attention", "ffn"))
+FEW_ROWS = FFN.replace("draw(67, 48)", "draw(17, 48)")
+LINEAR = '("linear", {"x": draw(17, 48), "weight": draw(160, 48) / 7, "bias": draw(160)})'
+
+
+@pytest.mark.parametrize(
+    "call", (ATTENTION, FFN, FEW_ROWS, LINEAR), ids=("attention", "ffn", "few rows of ffn", "linear")
+)
 def test_widened_where_the_matrix_library_may_not_use_tiles(call):
     """oneDNN reads ONEDNN_MAX_CPU_ISA: a processor with tiles then behaves as one without."""
     environment = {"PATH": "/usr/bin:/bin", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "PYTHONPATH": str(ROOT)}

@@ -76,6 +76,7 @@ CALLS = {
             **{"dropout_p": 0.2, "seed": SEED, "mask": Mask.causal("bottom_right"), "return_lse": True},
         },
     ),
+    "linear": ("linear", {"x": randn(2, 4, 6), "weight": randn(5, 6), "bias": randn(5)}),
     **{
         f"ffn {activation} {gate is not None}": (
             "ffn",

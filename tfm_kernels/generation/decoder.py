@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..models import CausalLanguageModel, TranslationTransformer
 from ..models.padding import Padding
+from ..nn._projection import through
 from ..nn.cache import GrowingCache, MemoryCache
 
 
@@ -73,15 +74,16 @@ class CachedDecoder:
         """See ``Decoder``."""
         x = self._features(ids, None)
         if lengths is None:
-            return self.model.output(x[:, -1])
+            return through(self.model.output, x[:, -1])
         self.cache.lengths = lengths
         rows = torch.arange(ids.shape[0], device=ids.device)
-        return self.model.output(x[rows, lengths - 1])
+        return through(self.model.output, x[rows, lengths - 1])
 
     def step(self, tokens: Tensor) -> Tensor:
         """See ``Decoder``."""
         lengths = self.cache.lengths
-        return self.model.output(self._features(tokens[:, None], None if lengths is None else lengths[:, None])[:, 0])
+        x = self._features(tokens[:, None], None if lengths is None else lengths[:, None])
+        return through(self.model.output, x[:, 0])
 
     def expand(self, times: int) -> None:
         """See ``Decoder``."""

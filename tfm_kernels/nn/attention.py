@@ -8,6 +8,7 @@ isinstance checks in other people's code stay torch's. Nothing of torch's infere
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .. import _check, ops
 from ..mask import Mask
 from . import _arguments
 from ._bypass import autocast_dtype
+from ._projection import project, through
 from .attention_weights import with_weights
 from .cache import AttentionCache
 
@@ -152,7 +154,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v, mask = cache.attended(self, query, memory)
         with _exact(q.device):
             out: Any = ops.attention(q, k, v, mask, backend=self.backend)
-        return self.out_proj(out.transpose(1, 2).reshape(query.shape))
+        return through(self.out_proj, out.transpose(1, 2).reshape(query.shape))
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query is key and key is value and isinstance(query, Tensor) and self._qkv_same_embed_dim:
@@ -184,28 +186,30 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"{tuple(key.shape)}"
             )
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, linear: Callable[..., Tensor] = F.linear
+    ) -> tuple[Tensor, ...]:
         """q, k and v, all heads side by side, by as few matrix products as the inputs allow."""
         width, bias = self.embed_dim, self.in_proj_bias
         if not self._qkv_same_embed_dim:
             weights: tuple[Any, ...] = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
             biases = (None, None, None) if bias is None else bias.chunk(3)
-            return tuple(map(F.linear, (query, key, value), weights, biases))
+            return tuple(map(linear, (query, key, value), weights, biases))
         weight = self.in_proj_weight
         if query is key and key is value:
-            return F.linear(query, weight, bias).unflatten(-1, (3, width)).unbind(-2)
+            return linear(query, weight, bias).unflatten(-1, (3, width)).unbind(-2)
         if key is value:
             w_q, w_kv = weight.split([width, 2 * width])
             b_q, b_kv = (None, None) if bias is None else bias.split([width, 2 * width])
-            return F.linear(query, w_q, b_q), *F.linear(key, w_kv, b_kv).unflatten(-1, (2, width)).unbind(-2)
+            return linear(query, w_q, b_q), *linear(key, w_kv, b_kv).unflatten(-1, (2, width)).unbind(-2)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        return tuple(map(F.linear, (query, key, value), weight.chunk(3), biases))
+        return tuple(map(linear, (query, key, value), weight.chunk(3), biases))
 
     def _project_query(self, query: Tensor) -> Tensor:
         """q alone, all heads side by side."""
         bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
         weight = self.in_proj_weight[: self.embed_dim] if self._qkv_same_embed_dim else self.q_proj_weight
-        return F.linear(query, weight, bias)
+        return project(query, weight, bias)
 
     def _extra_keys(self, k: Tensor, v: Tensor, seq_axis: int) -> tuple[Tensor, Tensor, int]:
         """k and v with what add_bias_kv and add_zero_attn append, and how many positions that is."""

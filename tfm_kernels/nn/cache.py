@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
+from ._projection import project
 
 
 class AttentionCache(ABC):
@@ -117,7 +118,7 @@ class GrowingCache(AttentionCache):
 
     def attended(self, attention: Any, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Mask | None]:
         """Projects ``query`` and adds its keys and values to those kept."""
-        q, k, v = (attention._heads(t, 1) for t in attention._project(query, query, query))
+        q, k, v = (attention._heads(t, 1) for t in attention._project(query, query, query, project))
         kept = self._kept.get(id(attention))
         if kept is None:
             self._kept[id(attention)] = kept = Reserved(k, v, self.size)
@@ -161,7 +162,7 @@ class MemoryCache(AttentionCache):
         """Projects ``query``, and ``memory`` where that has not been done."""
         kept = self._kept.get(id(attention))
         if kept is None:
-            q, k, v = attention._project(query, memory, memory)
+            q, k, v = attention._project(query, memory, memory, project)
             k, v = (attention._heads(t, 1).contiguous() for t in (k, v))
             self._kept[id(attention)] = kept = k, v
             if self.mask is not None and self.mask.key_lengths is not None:

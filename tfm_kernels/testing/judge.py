@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, ffn, norm
+from . import attention, ffn, linear, norm
 from .data import tame as is_tame
 from .report import Report
 from .rounding import Expected, rounding
@@ -27,6 +27,7 @@ TRUTHS: dict[str, ModuleType] = {
     "attention": attention,
     "attention_varlen": attention,
     "ffn": ffn,
+    "linear": linear,
 }
 MEASURED = ("reference", "aten")  # their errors are reported; only gross ones (another mask, another formula) fail
 SLACK = {"cpu": 0.10}  # s of C1 by device kind; GPU's approximate exp, rsqrt and reduction order get 0.25
@@ -50,10 +51,11 @@ def judge(
     """Judges results, wherever they come from.
 
     Args:
-        op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen" or "ffn".
+        op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn"
+            or "linear".
         inputs: the public function's arguments by name: tensors in their storage types, options where not default.
             ``seed`` is needed where dropout_p > 0.
-        outputs: "out" (and "lse") of attention, "y" of ffn and norms, "z" too of add_* norms.
+        outputs: "out" (and "lse") of attention, "y" of ffn, linear and norms, "z" too of add_* norms.
         grads: argument name -> gradient; absent or None is not judged.
         douts: output name -> the gradient that the backward was given; None counts as zeros.
         backend: who computed it, for the report; "reference" and "aten" are measured, not judged.

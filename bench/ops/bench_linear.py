@@ -1,0 +1,53 @@
+"""linear beside F.linear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import replay
+from bench.shapes import GRID, Linear
+from bench.subject import FORWARD, Eager, Group, Subject
+
+
+def arguments(case: Linear, dtype: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(case.rows * 10007 + case.width)
+
+    def draw(scale: float, *shape: int) -> torch.Tensor:
+        return (scale * torch.randn(*shape, generator=generator)).to(getattr(torch, dtype))
+
+    weight = draw(case.width**-0.5, case.out, case.width)
+    return {"x": draw(1.0, case.rows, case.width), "weight": weight, "bias": draw(0.1, case.out)}
+
+
+def eager(case: Linear, given: Mapping[str, Any]) -> Eager:
+    return F.linear, {"input": given["x"], "weight": given["weight"], "bias": given["bias"]}
+
+
+def proof(case: Linear) -> Linear:
+    return case
+
+
+def flops(case: Linear, direction: str) -> int:
+    """One matrix product; nothing is measured in training."""
+    assert direction == FORWARD
+    return 2 * case.rows * case.width * case.out
+
+
+def bytes_moved(case: Linear, itemsize: int, direction: str) -> int:
+    """x and the weights in, y out."""
+    assert direction == FORWARD
+    return (case.rows * (case.width + case.out) + case.width * case.out) * itemsize
+
+
+SUBJECT = Subject("linear", GRID["linear"], arguments, eager, proof, flops, bytes_moved, lambda case: True)
+
+
+@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
+@pytest.mark.benchmark(timer=replay.CLOCK.now)
+def test_linear(group: Group, implementation: str, benchmark: Any) -> None:
+    replay.carry(group, implementation, benchmark)

@@ -1,0 +1,122 @@
+// linear_fwd, CPU. Implements LINEAR.1 of tfm_kernels/ops/linear.py.
+// Owns:    one task = a range of features of y, for up to 32 rows at a time.
+// Traffic: reads the weights once for 32 rows, from L3 or memory, which is what it costs; x and y
+// stay in cache. 2*M*K*N FLOPs.
+// Limits:  none, but many rows belong to a matrix library. Sums in float32, in float64 for float64;
+// bfloat16 products where the CPU has them.
+// Source:  own work.
+#include "few_rows.h"
+#include "ffn_tile.h"
+#include "isa.h"
+
+namespace tfm_kernels {
+
+struct LinearFwd {
+  const void *x, *weight, *bias;  // bias may be null
+  void* y;                        // contiguous
+  int64_t x_stride_m, weight_stride_n, M, K, N;
+  bool bf16_tiles;  // bfloat16 is multiplied as it is stored
+};
+
+// Elements of working memory that a task needs.
+inline int64_t linear_fwd_scratch(const LinearFwd& args) {
+  return few_rows_room(kFewRows) + few_rows_operand_room(kFewRows, args.K);
+}
+
+// Rows row..row + rows - 1, at most kFewRows, of features begin..end - 1.
+TFM_DECLARE_KERNEL(void linear_fwd(const LinearFwd& args, DType dtype, int64_t row, int64_t rows,
+                                   int64_t begin, int64_t end, void* scratch))
+
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// Features begin..end - 1 of few rows of y, by tiles of bfloat16.
+void tile_features(const LinearFwd& args, int64_t row, int64_t rows, int64_t begin, int64_t end,
+                   float* room) {
+  const int64_t ld = round_up(rows, 16);
+  bf16_t* x = reinterpret_cast<bf16_t*>(room + few_rows_room(rows));
+  turn_right(static_cast<const bf16_t*>(args.x) + row * args.x_stride_m, args.x_stride_m, rows,
+             args.K, x, ld, ld);
+  const bf16_t* weight = static_cast<const bf16_t*>(args.weight);
+  const bf16_t* bias = static_cast<const bf16_t*>(args.bias);
+  for (int64_t f = begin; f < end; f += kFewRowsStrip) {
+    const int64_t n = std::min(kFewRowsStrip, end - f);
+    product(n, ld, args.K, weight + f * args.weight_stride_n, args.weight_stride_n, x, ld, room, ld,
+            false);
+    transpose_narrow(room, ld, rows, n, bias ? bias + f : nullptr,
+                     static_cast<bf16_t*>(args.y) + row * args.N + f, args.N);
+  }
+}
+
+}  // namespace
+
+void linear_fwd(const LinearFwd& args, DType dtype, int64_t row, int64_t rows, int64_t begin,
+                int64_t end, void* scratch) {
+  if (args.bf16_tiles)
+    return tile_features(args, row, rows, begin, end, static_cast<float*>(scratch));
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    using C = compute_t<T>;
+    C* room = static_cast<C*>(scratch);
+    int64_t x_ld = args.x_stride_m;
+    const C* x = few_rows_operand(static_cast<const T*>(args.x) + row * x_ld, rows, args.K,
+                                  room + few_rows_room(kFewRows), x_ld);
+    few_rows_linear(begin, end, rows, args.K, x, x_ld, static_cast<const T*>(args.weight),
+                    args.weight_stride_n, static_cast<const T*>(args.bias),
+                    static_cast<T*>(args.y) + row * args.N, args.N, room);
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels
+
+#ifdef CPU_CAPABILITY_DEFAULT
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include "ffn.h"
+
+namespace tfm_kernels {
+namespace {
+
+at::Tensor linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
+                          const OptionalTensor& bias) {
+  constexpr const char* kOp = "linear_fwd_cpu";
+  check_floating(x, kOp, "x");
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, kOp, ": x and weight must have 2 dimensions");
+  const int64_t M = x.size(0), K = x.size(1), N = weight.size(0);
+  check_shape(weight, {N, K}, kOp, "weight");
+  TORCH_CHECK(weight.scalar_type() == x.scalar_type(), kOp, ": weight must have the dtype of x");
+  check_vector(bias, N, x, kOp, "bias");
+  at::Tensor y = new_output({M, N}, x.options());
+  const at::Tensor rows = unit_rows(x), features = unit_rows(weight);
+  const OptionalTensor shift = contiguous(bias);
+
+  LinearFwd args{};
+  args.x = rows.const_data_ptr();
+  args.weight = features.const_data_ptr();
+  args.bias = pointer(shift);
+  args.y = y.mutable_data_ptr();
+  args.x_stride_m = rows.stride(0);
+  args.weight_stride_n = features.stride(0);
+  args.M = M;
+  args.K = K;
+  args.N = N;
+  const DType dtype = dtype_of(x.scalar_type());
+  args.bf16_tiles = takes_bf16_tiles(dtype, {K, args.x_stride_m});
+  const int64_t workers = at::get_num_threads(), room = linear_fwd_scratch(args);
+  const Workspace workspace(x, workers * room, 0);
+  for_strips(N, workers, [&](int64_t begin, int64_t end, int64_t worker) {
+    for (int64_t row = 0; row < M; row += kFewRows)
+      TFM_KERNEL(linear_fwd)(args, dtype, row, std::min(kFewRows, M - row), begin, end,
+                             workspace.first(worker * room));
+    gemm_release();
+  });
+  return y;
+}
+
+TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("linear_fwd_cpu", &linear_fwd_cpu); }
+
+}  // namespace
+}  // namespace tfm_kernels
+#endif

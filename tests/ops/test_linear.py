@@ -1,0 +1,132 @@
+"""linear: what a call means, on every backend that has it; the kernel for few rows by name."""
+
+import math
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tfm_kernels.testing import ContractError, assert_contract, judge
+from tfm_kernels.testing.data import LAYOUTS, lay_out
+
+BACKENDS = ["reference", "aten", "cpu"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# rows, width, features: tails of every tile, more than one block of rows, sums in more than one part
+SIZES = [(1, 1, 1), (2, 17, 3), (4, 1040, 5), (7, 300, 33), (8, 64, 200), (9, 70, 13), (16, 600, 97), (31, 33, 24)]
+SIZES += [(32, 128, 260), (33, 40, 40), (70, 9, 12)]
+
+
+def layer(rows, width, out, dtype=torch.float32, bias=True):
+    generator = torch.Generator().manual_seed(1000 * rows + width)
+    draw = lambda *shape, scale=1.0: (scale * torch.randn(*shape, dtype=torch.float64, generator=generator)).to(dtype)
+    x, weight = draw(rows, width), draw(out, width, scale=1 / math.sqrt(max(width, 1)))
+    return {"x": x, "weight": weight, "bias": draw(out) if bias else None}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_contract(dtype, size):
+    for bias in (True, False):
+        assert_contract("linear", layer(*size, dtype, bias), "cpu", backward=False)
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contract_of_the_others(backend, dtype):
+    assert_contract("linear", layer(33, 24, 40, dtype), backend)
+
+
+def test_the_judge_sees_a_lost_bias_and_a_lost_product():
+    given = layer(9, 24, 40)
+    y = tfk.ops.linear(**given, backend="reference")
+    judge("linear", given, {"y": y}).raise_broken()
+    x, weight = given["x"], given["weight"]
+    for lost in (given["bias"] * (torch.arange(40) == 17), x[:, -1:] * weight[:, -1]):
+        with pytest.raises(ContractError):
+            judge("linear", given, {"y": y - lost}).raise_broken()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(0, 4, 5), (4, 0, 5), (4, 3, 0), (0, 0, 0)])
+def test_nothing_of_something(backend, shape):
+    given = layer(*shape)
+    y = tfk.ops.linear(**given, backend=backend)
+    assert torch.equal(y, given["bias"].expand(shape[0], shape[2]) if shape[1] == 0 else y.new_zeros(y.shape))
+    assert y.shape == (shape[0], shape[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [6, 12])
+def test_any_strides_and_leading_axes(dtype, rows):
+    """Bit for bit."""
+    given = layer(rows, 24, 40, dtype)
+    expected = tfk.ops.linear(**given, backend="cpu")
+    assert expected.shape == (rows, 40) and expected.dtype == dtype and expected.is_contiguous()
+    three = given["x"].view(2, 3, -1, 24)
+    y = tfk.ops.linear(**(given | {"x": three}), backend="cpu")
+    assert y.shape == (2, 3, rows // 6, 40) and torch.equal(y.reshape(rows, 40), expected)
+    for layout in LAYOUTS:
+        views = {name: lay_out(t, layout) for name, t in given.items()}
+        plain = {name: t.contiguous() for name, t in views.items()}
+        assert torch.equal(tfk.ops.linear(**views, backend="cpu"), tfk.ops.linear(**plain, backend="cpu")), layout
+
+
+def test_one_vector_is_a_row():
+    given = layer(1, 24, 40)
+    y = tfk.ops.linear(given["x"][0], given["weight"], given["bias"], backend="cpu")
+    assert torch.equal(y, tfk.ops.linear(**given, backend="cpu")[0])
+
+
+@pytest.mark.parametrize("rows", [3, 8, 9, 32, 40])
+def test_does_not_depend_on_threads(rows):
+    given, before, found = layer(rows, 70, 530), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(tfk.ops.linear(**given, backend="cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    for rows in (5, 17):
+        given = layer(rows, 20, 36)
+        clean = tfk.ops.linear(**given, backend="cpu")
+        given["x"][rows - 1, 7] = math.nan
+        y = tfk.ops.linear(**given, backend="cpu")
+        assert torch.equal(y[:-1], clean[:-1]) and y[-1].isnan().all()
+
+
+def test_gradients_are_refused_by_name_and_left_to_pytorch_otherwise():
+    given = layer(8, 24, 40)
+    given["weight"].requires_grad_()
+    with pytest.raises(tfk.BackendError, match="linear: backend 'cpu' cannot run this call: computes no gradients"):
+        tfk.ops.linear(**given, backend="cpu")
+    assert "-> aten" in tfk.explain("linear", **given)
+    tfk.ops.linear(**given).sum().backward()
+    torch.testing.assert_close(given["weight"].grad, given["x"].sum(0).expand(40, 24))
+    with torch.no_grad():
+        assert "-> cpu" in tfk.explain("linear", **given)
+
+
+def test_few_rows_are_chosen():
+    for dtype, rows, name in (
+        (torch.float32, 3, "aten"), (torch.float32, 4, "cpu"), (torch.float32, 32, "cpu"), (torch.float32, 33, "aten"),
+        (torch.float16, 1, "cpu"), (torch.float16, 16, "cpu"), (torch.float16, 17, "aten"),
+        (torch.bfloat16, 8, "cpu"), (torch.bfloat16, 65, "aten"), (torch.float64, 8, "aten"),
+    ):  # fmt: skip
+        assert f"-> {name}" in tfk.explain("linear", torch.ones(rows, 8, dtype=dtype), torch.ones(4, 8, dtype=dtype))
+
+
+def test_opcheck():
+    given = layer(5, 12, 9)
+    torch.library.opcheck(torch.ops.tfm_kernels.linear_fwd_cpu.default, (given["x"], given["weight"], given["bias"]))
+
+
+def test_traced_whole():
+    given = layer(5, 12, 9)
+    step = torch.compile(
+        lambda x: tfk.ops.linear(x, given["weight"], backend="cpu") * 2, fullgraph=True, backend="eager"
+    )
+    assert torch.equal(step(given["x"]), tfk.ops.linear(given["x"], given["weight"], backend="cpu") * 2)

@@ -1,0 +1,129 @@
+"""A linear layer for few rows, such as the projections of a decoding step.
+
+    y = x w^T + b                                                                            (LINEAR.1)
+
+Many rows belong to a matrix library, and so do gradients. What a product of few rows costs is reading the weights; the
+cpu backend reads them once, in the order they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _backend, _check, _library
+from ..aten import linear as aten
+from ..reference import linear as reference
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice of a backend depends on."""
+
+    device: str
+    dtype: torch.dtype
+    rows: int
+    width: int
+    out: int
+    training: bool
+
+
+def _cpu(call: Call) -> str | None:
+    if call.device != "cpu":
+        return f"needs a CPU tensor, got {call.device}"
+    if call.training:
+        return "computes no gradients; call it under torch.no_grad() or with backend='aten'"
+    return _library.missing("linear", "cpu", ("fwd",))
+
+
+SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
+
+# Rows at which cpu is faster than aten, with the weights in L2 or not (256-256 to 256-8000 and 1024-1024, 2.6 GHz Xeon
+# with AMX and AVX512_FP16): float32 1.0 to 1.9, float16 1.1 to 3.9, bfloat16 in tiles 1.2 to 3.0. bfloat16 elsewhere:
+# as its kernel without tiles did beside aten's tiles.
+_FEW = {
+    torch.float32: range(4, 33),
+    torch.float16: range(1, 17),
+    torch.bfloat16: range(1, 65 if _library.bf16_tiles else 9),
+}
+
+
+def prefer(call: Call) -> tuple[str, ...]:
+    """Backends in the order of automatic choice."""
+    few = call.device == "cpu" and call.rows in _FEW.get(call.dtype, ()) and not torch.compiler.is_compiling()
+    return ("cpu", "aten", "reference") if few else ("aten", "reference")
+
+
+def describe(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
+    """Checks the arguments of linear()."""
+    for name, value in (("x", x), ("weight", weight), ("bias", bias)):
+        _check.tensor("linear", name, value, optional=name == "bias")
+    _check.floating("linear", x=x, weight=weight, bias=bias)
+    _check.same("linear", x=x, weight=weight, bias=bias)
+    for name, value in (("x", x), ("weight", weight), ("bias", bias)):
+        if value is not None and value.layout is not torch.strided:
+            raise ValueError(f"linear: {name} must be a dense tensor, got layout {value.layout}")
+    if x.dim() == 0:
+        raise ValueError("linear: x must have shape (..., K), got ()")
+    if weight.dim() != 2:
+        raise ValueError(f"linear: weight must have shape (N, K), got {tuple(weight.shape)}")
+    out, width = weight.shape
+    _check.shape("linear", "weight", weight, (out, x.shape[-1]), "x", x)
+    _check.shape("linear", "bias", bias, (out,), "weight", weight)
+    training = _check.records_graph(x, weight, bias)
+    return Call(x.device.type, x.dtype, math.prod(x.shape[:-1]), width, out, training)
+
+
+OP = _backend.register(_backend.Op("linear", SUPPORT, prefer, describe))
+_CHOICES = _backend.Choices()  # (backend, Call)
+_FWD = _library.declare(
+    "linear_fwd",
+    "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    lambda x, weight, bias: x.new_empty((x.shape[0], weight.shape[0])),
+    ("cpu",),
+)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Runs each row of ``x`` through a linear layer.
+
+    y = x weight^T + bias            (LINEAR.1)
+
+    Args:
+        x: (..., K), float16 | bfloat16 | float32 | float64. Any strides.
+        weight: (N, K), dtype of ``x``, as in nn.Linear.
+        bias: (N,), or None for no bias.
+        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+
+    Returns:
+        (..., N), dtype and device of ``x``.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: shapes, dtypes or devices disagree (the message names argument, expected, got).
+        BackendError: ``backend`` was named and cannot run this call; "cpu" computes no gradients.
+
+    Numerics: sums in float32 (float64 for float64), rounded once. Deterministic.
+    Cost: 2 M K N FLOPs; M = product of the leading dimensions. The cpu backend reads the weights once for 32 rows.
+
+    Example:
+        >>> linear(torch.randn(2, 1, 8), torch.randn(3, 8)).shape
+        torch.Size([2, 1, 3])
+    """
+    key = _library.signature(backend, x, weight, bias)
+    choice = _CHOICES.get(key)
+    if choice is None:
+        call = describe(x, weight, bias)
+        choice = _CHOICES.keep(key, (_backend.select(OP, call, backend), call))
+    name, call = choice
+    if name == "aten":
+        return aten.linear(x, weight, bias)
+    rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)
+    if name == "reference":
+        y = reference.linear(rows, weight, bias)
+    else:
+        y = _library.below_autograd(_FWD[name], rows, weight, bias)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)
