@@ -205,6 +205,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         biases = (None, None, None) if bias is None else bias.chunk(3)
         return tuple(map(linear, (query, key, value), weight.chunk(3), biases))
 
+    def _project_self(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v of ``x`` (B, T, E), each (B, H, T, D): for a decoding step, in as few calls as can be."""
+        if not self._qkv_same_embed_dim:
+            return tuple(self._heads(t, 1) for t in self._project(x, x, x, project))
+        qkv = project(x, self.in_proj_weight, self.in_proj_bias)
+        return qkv.view(*x.shape[:2], 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+
     def _project_query(self, query: Tensor) -> Tensor:
         """q alone, all heads side by side."""
         bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]

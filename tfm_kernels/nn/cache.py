@@ -39,16 +39,16 @@ class Reserved:
 
     def write(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Puts positions behind the first ``start`` ones, and gives all up to them as views."""
-        end = start + keys.shape[2]
+        new = keys.shape[2]
         k, v = self._stores
-        k[:, :, start:end].copy_(keys)
-        v[:, :, start:end].copy_(values)
-        return self.first(end)
+        k.narrow(2, start, new).copy_(keys)
+        v.narrow(2, start, new).copy_(values)
+        return self.first(start + new)
 
     def first(self, length: int) -> tuple[Tensor, Tensor]:
         """The first ``length`` positions, as views."""
         k, v = self._stores
-        return k[:, :, :length], v[:, :, :length]
+        return k.narrow(2, 0, length), v.narrow(2, 0, length)
 
     def write_rows(self, keys: Tensor, values: Tensor, rows: Tensor, at: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Puts one position of row ``rows``[b] at ``at``[b], and gives the first ``end`` ones as views."""
@@ -118,7 +118,7 @@ class GrowingCache(AttentionCache):
 
     def attended(self, attention: Any, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Mask | None]:
         """Projects ``query`` and adds its keys and values to those kept."""
-        q, k, v = (attention._heads(t, 1) for t in attention._project(query, query, query, project))
+        q, k, v = attention._project_self(query)
         kept = self._kept.get(id(attention))
         if kept is None:
             self._kept[id(attention)] = kept = Reserved(k, v, self.size)
