@@ -32,10 +32,9 @@ inline namespace CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kDotLength = 1024;  // the longest sum formed at a time: a tile's rows stay in L1
-// A tile: the products of four features with two or four rows, which is what registers hold.
-constexpr int64_t kDotFeatures = 4;
+// A tile: the products of some features with some rows, as many as registers hold.
 template <typename C>
-constexpr int64_t kDotTileRows = sizeof(at::vec::Vectorized<C>) == 32 ? 2 : 4;
+constexpr int64_t kDotSums = sizeof(at::vec::Vectorized<C>) == 32 ? 8 : 16;
 
 // Lane i of the result is the sum of the lanes of v[i]; n vectors of n lanes.
 template <typename V, int n>
@@ -53,27 +52,25 @@ template <typename V, int n>
   }
 }
 
-// sums[f * kDotTileRows + r] = the sum of w[f][i] x[r][i] over k elements; k a multiple of the
-// lanes where `whole`. (Two functions, because gcc keeps the sums in memory where a rest may
-// follow.)
-template <bool whole, typename T, typename C = compute_t<T>>
-void dot_tile(const T* const (&w)[kDotFeatures], const C* const (&x)[kDotTileRows<C>], int64_t k,
-              C* sums) {
+// sums[f * kRows + r] = the sum of w[f][i] x[r][i] over k elements; k a multiple of the lanes where
+// `whole`. (Two functions, because gcc keeps the sums in memory where a rest may follow.)
+template <bool whole, int64_t kFeatures, int64_t kRows, typename T, typename C = compute_t<T>>
+void dot_tile(const T* const (&w)[kFeatures], const C* const (&x)[kRows], int64_t k, C* sums) {
   using V = at::vec::Vectorized<C>;
-  constexpr int64_t kRows = kDotTileRows<C>, kSums = kDotFeatures * kRows, kLanes = V::size();
+  constexpr int64_t kSums = kFeatures * kRows, kLanes = V::size();
   static_assert(kSums % kLanes == 0);
   V sum[kSums];
   for (V& s : sum) s = V(C(0));
   const auto step = [&](auto at) __attribute__((always_inline)) {
-    V wide[kDotFeatures];
+    V factor[kRows];
 #pragma GCC unroll 4
-    for (int64_t f = 0; f < kDotFeatures; ++f) wide[f] = at(w[f]);
+    for (int64_t r = 0; r < kRows; ++r) factor[r] = at(x[r]);
+#pragma GCC unroll 16
+    for (int64_t f = 0; f < kFeatures; ++f) {
+      const V wide = at(w[f]);
 #pragma GCC unroll 4
-    for (int64_t r = 0; r < kRows; ++r) {
-      const V factor = at(x[r]);
-#pragma GCC unroll 4
-      for (int64_t f = 0; f < kDotFeatures; ++f)
-        sum[f * kRows + r] = at::vec::fmadd(wide[f], factor, sum[f * kRows + r]);
+      for (int64_t r = 0; r < kRows; ++r)
+        sum[f * kRows + r] = at::vec::fmadd(wide, factor[r], sum[f * kRows + r]);
     }
   };
   int64_t i = 0;
@@ -89,33 +86,36 @@ void dot_tile(const T* const (&w)[kDotFeatures], const C* const (&x)[kDotTileRow
   }
 }
 
-// out (n, ld) = w x^T, w (n, k) and `rows` rows of x, both with their elements side by side.
-// Columns behind `rows` hold sums of the last row, or 0.
-template <typename T, typename C = compute_t<T>>
+// out (n, ld) = w x^T, w (n, k) and `rows` rows of x, both with their elements side by side; in
+// tiles of kRows rows. Columns behind `rows` hold sums of the last row, or 0.
+template <int64_t kRows, typename T, typename C = compute_t<T>>
 void dot_products(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, const C* x,
                   int64_t x_ld, C* out, int64_t ld) {
-  constexpr int64_t kRows = kDotTileRows<C>;
+  constexpr int64_t kFeatures = kDotSums<C> / kRows;
   std::fill(out, out + n * ld, C(0));
   for (int64_t begin = 0; begin < k; begin += kDotLength) {
     const int64_t length = std::min(k - begin, kDotLength);
-    // what each tile asks for of the next four features, behind the strip as well
-    const int64_t ahead = round_up(ceil_div(length, ceil_div(rows, kRows)), kLine<T>);
-    for (int64_t f = 0; f < n; f += kDotFeatures) {
-      const T* features[kDotFeatures];
-      for (int64_t i = 0; i < kDotFeatures; ++i)
+    // What each tile asks for of the next features, behind the strip as well. One or two rows do
+    // nothing but read, which the processor does better unasked (1 row of 1024-4096: 856 us asked,
+    // 707 unasked; 8 rows of 256-1024: 98 and 137).
+    const int64_t ahead =
+        rows <= 2 ? 0 : round_up(ceil_div(length, ceil_div(rows, kRows)), kLine<T>);
+    for (int64_t f = 0; f < n; f += kFeatures) {
+      const T* features[kFeatures];
+      for (int64_t i = 0; i < kFeatures; ++i)
         features[i] = w + std::min(f + i, n - 1) * w_ld + begin;  // the last one stands in
       for (int64_t r = 0, first = 0; r < rows; r += kRows, first += ahead) {
         for (const T* feature : features)
-          prefetch(feature + kDotFeatures * w_ld + first, std::min(ahead, length - first));
+          prefetch(feature + kFeatures * w_ld + first, std::min(ahead, length - first));
         const C* factors[kRows];
         for (int64_t i = 0; i < kRows; ++i)
           factors[i] = x + std::min(r + i, rows - 1) * x_ld + begin;
-        alignas(64) C sums[kDotFeatures * kRows];
+        alignas(64) C sums[kFeatures * kRows];
         if (length % at::vec::Vectorized<C>::size() == 0)
           dot_tile<true>(features, factors, length, sums);
         else
           dot_tile<false>(features, factors, length, sums);
-        for (int64_t i = 0; i < std::min(kDotFeatures, n - f); ++i)
+        for (int64_t i = 0; i < std::min(kFeatures, n - f); ++i)
 #pragma omp simd
           for (int64_t j = 0; j < kRows; ++j) out[(f + i) * ld + r + j] += sums[i * kRows + j];
       }
@@ -193,12 +193,18 @@ template <typename T, typename C = compute_t<T>>
 void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, const C* x,
                       int64_t x_ld, C* out, int64_t ld) {
   constexpr int64_t kLanes = at::vec::Vectorized<C>::size();
-  if (!turns_rows(rows))
-    dot_products(n, rows, k, w, w_ld, x, x_ld, out, ld);
-  else if (ld == 16)
-    turned_products<16 / kLanes>(n, k, w, w_ld, x, out);
-  else
-    turned_products<32 / kLanes>(n, k, w, w_ld, x, out);
+  if (turns_rows(rows)) {
+    if (ld == 16)
+      turned_products<16 / kLanes>(n, k, w, w_ld, x, out);
+    else
+      turned_products<32 / kLanes>(n, k, w, w_ld, x, out);
+  } else if (rows == 1) {
+    dot_products<1>(n, rows, k, w, w_ld, x, x_ld, out, ld);
+  } else if (rows == 2 || kDotSums<C> == 8) {
+    dot_products<2>(n, rows, k, w, w_ld, x, x_ld, out, ld);
+  } else {
+    dot_products<4>(n, rows, k, w, w_ld, x, x_ld, out, ld);
+  }
 }
 
 // x as the products take it: few rows where they lie, or widened; more turned, (k, ld). Its leading

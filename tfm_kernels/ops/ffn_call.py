@@ -28,11 +28,12 @@ class Call:
     training: bool
 
 
-# (training, 16 bits) -> rows from which cpu is faster than aten. Below are products of a matrix and a vector, at which
-# the BLAS is better (1 row of float32: 0.8 to 0.97, 256-1024 to 1024-4096); from there to 64 rows 1.0 to 2.0, with the
-# weights in L2 or not, with AVX-512 and with AVX2; float16 2.0 to 3.0 at 4 rows, 1.0 to 1.5 at 32. In training 32 rows
-# of 512-2048 took 3.9 ms against 3.5 (2.6 GHz Xeon).
-_CPU_FROM = {(False, False): 4, (False, True): 4, (True, False): 64, (True, True): 4}
+# (training, 16 bits) -> rows from which cpu is faster than aten: float32 1.0 for one row, to 2.0 for 8 (256-1024 to
+# 1024-4096, weights in L2 or not, AVX-512 and AVX2), float16 1.0 to 3.3, bfloat16 without tiles 1.2 to 4.8. In training
+# 32 rows of 512-2048 took 3.9 ms against 3.5 (2.6 GHz Xeon).
+_CPU_FROM = {(False, False): 1, (False, True): 1, (True, False): 64, (True, True): 4}
+# float32 without gradients: at two and three rows 0.8 to 1.05.
+_ATEN_INFERS = range(2, 4)
 # Where the processor multiplies bfloat16 itself, inference always gains (1.06 to 2.1, 1 to 16384 rows of 384-1536 and
 # 768-3072, 2.6 GHz Xeon with AMX), and training where the hidden activation is large (0.7 to 0.95 at 1024 rows).
 _TILES_FROM = {False: 1, True: 8192}
@@ -65,7 +66,9 @@ def _aten_is_faster(call: Call) -> bool:
         trains = _F16_PRODUCTS
     else:
         trains = call.dtype == torch.float32 and call.rows in _ATEN_TRAINS
-    return call.rows < enough or (call.training and trains)
+    if call.training:
+        return call.rows < enough or trains
+    return call.rows < enough or (call.dtype == torch.float32 and call.rows in _ATEN_INFERS)
 
 
 def describe(

@@ -42,13 +42,8 @@ def _cpu(call: Call) -> str | None:
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
 
 # Rows at which cpu is faster than aten, with the weights in L2 or not (256-256 to 256-8000 and 1024-1024, 2.6 GHz Xeon
-# with AMX and AVX512_FP16): float32 1.0 to 1.9, float16 1.1 to 3.9, bfloat16 in tiles 1.2 to 3.0. bfloat16 elsewhere:
-# as its kernel without tiles did beside aten's tiles.
-_FEW = {
-    torch.float32: range(4, 33),
-    torch.float16: range(1, 17),
-    torch.bfloat16: range(1, 65 if _library.bf16_tiles else 9),
-}
+# with AMX and AVX512_FP16): float32 0.9 to 2.0, float16 1.0 to 3.9, bfloat16 1.2 to 3.0 in tiles, 1.2 to 4.8 without.
+_FEW = {torch.float32: range(4, 33), torch.float16: range(1, 17), torch.bfloat16: range(1, 65)}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
