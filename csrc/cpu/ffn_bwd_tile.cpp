@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "ffn_bwd.h"
-#include "ffn_tile.h"
 #include "prefetch.h"
 #include "transpose.h"
+#include "weights.h"
 
 namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {

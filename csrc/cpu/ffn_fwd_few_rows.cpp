@@ -17,8 +17,8 @@ void hidden_features(const FfnFwd& args, int64_t begin, int64_t end, C* scratch)
   const int64_t rows = args.M, ld = round_up(rows, 16);
   int64_t numbers[kFewRows] = {}, x_ld = args.x_stride_m;
   for (int64_t r = 0; r < rows; ++r) numbers[r] = args.dropout_rows ? args.dropout_rows[r] : r;
-  C *linear = args.gated ? scratch + few_rows_room(rows) : nullptr, *const all = static_cast<C*>(
-                                                                        args.hidden);
+  C* const all = static_cast<C*>(args.hidden);
+  C* const linear = args.gated ? scratch + few_rows_room(rows) : nullptr;
   const C* x = few_rows_operand(static_cast<const T*>(args.x), rows, args.E,
                                 scratch + (args.gated ? 2 : 1) * few_rows_room(rows), x_ld);
   for (int64_t f = begin; f < end; f += kFewRowsStrip) {

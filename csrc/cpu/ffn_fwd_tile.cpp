@@ -11,7 +11,7 @@
 //          bfloat16 products where the CPU has them.
 // Config:  pick_tiling() of ffn_fwd.cpp. Source:  own work.
 #include "ffn_hidden.h"
-#include "ffn_tile.h"
+#include "weights.h"
 
 namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {

@@ -6,8 +6,8 @@
 // bfloat16 products where the CPU has them.
 // Source:  own work.
 #include "few_rows.h"
-#include "ffn_tile.h"
 #include "isa.h"
+#include "weights.h"
 
 namespace tfm_kernels {
 
@@ -74,7 +74,7 @@ void linear_fwd(const LinearFwd& args, DType dtype, int64_t row, int64_t rows, i
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include "ffn.h"
+#include "rows.h"
 
 namespace tfm_kernels {
 namespace {

@@ -1,4 +1,4 @@
-// What the ffn kernels share: products of weights, as they lie in memory, with a tile of rows.
+// Products of weights, as they lie in memory, with a tile of rows.
 #pragma once
 #include <algorithm>
 

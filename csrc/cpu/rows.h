@@ -1,0 +1,64 @@
+// What the host halves of kernels share that multiply rows and weights: arguments as the kernels
+// take them, working memory, and how features are dealt out.
+#pragma once
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "../check.h"
+#include "layer_norm.h"
+#include "output.h"
+
+namespace tfm_kernels {
+
+inline void check_vector(const OptionalTensor& t, int64_t n, const at::Tensor& x, const char* op,
+                         const char* name) {
+  check_shape(t, {n}, op, name);
+  TORCH_CHECK(!t || t->scalar_type() == x.scalar_type(), op, ": ", name,
+              " must have the dtype of x");
+}
+
+// x itself, or a copy where its columns do not lie side by side.
+inline at::Tensor unit_rows(const at::Tensor& x) {
+  return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
+}
+
+inline OptionalTensor contiguous(const OptionalTensor& t) {
+  return t ? OptionalTensor(t->contiguous()) : std::nullopt;
+}
+
+inline const void* pointer(const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; }
+
+// Two stretches of working memory in the compute type, each begun on a cache line.
+struct Workspace {
+  at::Tensor owner;
+  char *begin, *middle;
+  int64_t item;
+
+  Workspace(const at::Tensor& x, int64_t first_elements, int64_t second_elements)
+      : item(x.scalar_type() == at::kDouble ? 8 : 4) {
+    const int64_t split = (first_elements * item + 63) / 64 * 64;
+    owner = at::empty({split + second_elements * item}, x.options().dtype(at::kByte));
+    begin = static_cast<char*>(owner.mutable_data_ptr());
+    middle = begin + split;
+  }
+  void* first(int64_t element) const { return begin + element * item; }
+  void* second(int64_t element) const { return middle + element * item; }
+};
+
+// Calls body(begin, end, worker) for every worker's share of `features`, in multiples of 16.
+template <typename Body>
+void for_strips(int64_t features, int64_t workers, Body body) {
+  const int64_t strips = (features + 15) / 16;
+  at::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
+    for (int64_t worker = first; worker < last; ++worker) {
+      const int64_t begin = strips * worker / workers * 16;
+      const int64_t end = std::min(features, strips * (worker + 1) / workers * 16);
+      if (begin < end) body(begin, end, worker);
+    }
+  });
+}
+
+}  // namespace tfm_kernels
