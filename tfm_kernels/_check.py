@@ -26,6 +26,13 @@ def floating(op: str, **tensors: Tensor | None) -> None:
             raise ValueError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {dtype_name(value)}")
 
 
+def dense(op: str, **tensors: Tensor | None) -> None:
+    """Refuses sparse and other tensors that are no grid of numbers."""
+    for name, value in tensors.items():
+        if value is not None and value.layout is not torch.strided:
+            raise ValueError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
+
+
 def same(op: str, **tensors: Tensor | None) -> None:
     """Refuses tensors of different dtype or device, naming each with its own."""
     same_device(op, **tensors)

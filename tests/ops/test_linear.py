@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tfm_kernels.testing import ContractError, assert_contract, judge
-from tfm_kernels.testing.data import LAYOUTS, lay_out
+from tfm_kernels.testing import ContractError, assert_contract, invariance, judge
 
 BACKENDS = ["reference", "aten", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -65,10 +64,7 @@ def test_any_strides_and_leading_axes(dtype, rows):
     three = given["x"].view(2, 3, -1, 24)
     y = tfk.ops.linear(**(given | {"x": three}), backend="cpu")
     assert y.shape == (2, 3, rows // 6, 40) and torch.equal(y.reshape(rows, 40), expected)
-    for layout in LAYOUTS:
-        views = {name: lay_out(t, layout) for name, t in given.items()}
-        plain = {name: t.contiguous() for name, t in views.items()}
-        assert torch.equal(tfk.ops.linear(**views, backend="cpu"), tfk.ops.linear(**plain, backend="cpu")), layout
+    invariance.assert_view_equals_contiguous("linear", given, "cpu", backward=False)
 
 
 def test_one_vector_is_a_row():

@@ -84,9 +84,7 @@ def describe(
         raise TypeError(f"ffn: recompute must be a bool, got {type(recompute).__name__}")
     _check.floating("ffn", **tensors)
     _check.same("ffn", **tensors)
-    for name, value in tensors.items():
-        if value is not None and value.layout is not torch.strided:
-            raise ValueError(f"ffn: {name} must be a dense tensor, got layout {value.layout}")
+    _check.dense("ffn", **tensors)
     if x.dim() == 0:
         raise ValueError("ffn: x must have shape (..., E), got ()")
     for name, weight, meaning in (("w1", w1, "(F, E)"), ("w2", w2, "(Eo, F)")):

@@ -54,13 +54,12 @@ def prefer(call: Call) -> tuple[str, ...]:
 
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
     """Checks the arguments of linear()."""
-    for name, value in (("x", x), ("weight", weight), ("bias", bias)):
+    tensors: dict[str, Tensor | None] = {"x": x, "weight": weight, "bias": bias}
+    for name, value in tensors.items():
         _check.tensor("linear", name, value, optional=name == "bias")
-    _check.floating("linear", x=x, weight=weight, bias=bias)
-    _check.same("linear", x=x, weight=weight, bias=bias)
-    for name, value in (("x", x), ("weight", weight), ("bias", bias)):
-        if value is not None and value.layout is not torch.strided:
-            raise ValueError(f"linear: {name} must be a dense tensor, got layout {value.layout}")
+    _check.floating("linear", **tensors)
+    _check.same("linear", **tensors)
+    _check.dense("linear", **tensors)
     if x.dim() == 0:
         raise ValueError("linear: x must have shape (..., K), got ()")
     if weight.dim() != 2:
@@ -68,7 +67,7 @@ def describe(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
     out, width = weight.shape
     _check.shape("linear", "weight", weight, (out, x.shape[-1]), "x", x)
     _check.shape("linear", "bias", bias, (out,), "weight", weight)
-    training = _check.records_graph(x, weight, bias)
+    training = _check.records_graph(*tensors.values())
     return Call(x.device.type, x.dtype, math.prod(x.shape[:-1]), width, out, training)
 
 

@@ -18,22 +18,20 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     """Name -> Expected for y, and for every gradient where ``douts`` holds dy."""
     given, dtype = inputs["x"], inputs["x"].dtype
     weight, bias = inputs["weight"].double(), inputs.get("bias")
-    x, shift = given.double().reshape(-1, given.shape[-1]), 0.0 if bias is None else bias.double()
+    x = given.double().reshape(-1, given.shape[-1])
+    nothing = x.new_zeros(())
     leading, (out, width), rows = given.shape[:-1], weight.shape, x.shape[0]
     flushed = rounding(dtype).flushed
     # MKL sums single rows in another way
     fair = rows >= 4 and rows * min(out, width) >= 64
 
-    def product(a: Tensor, b: Tensor, length: int, extra: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+    def product(a: Tensor, b: Tensor, length: int, extra: Tensor = nothing) -> tuple[Tensor, Tensor]:
         """a b^T + extra, and its bound."""
-        value, absolute = (
-            a @ b.T + extra,
-            a.abs() @ b.abs().T + (abs(extra) if isinstance(extra, float) else extra.abs()),
-        )
+        value, absolute = a @ b.T + extra, a.abs() @ b.abs().T + extra.abs()
         others = flushed * (a.abs().sum(1, keepdim=True) + b.abs().sum(1))
         return value, sum_bound(value, absolute, length, dtype, dtype) + others
 
-    y, bound = product(x, weight, width, shift)
+    y, bound = product(x, weight, width, nothing if bias is None else bias.double())
     expected = {"y": Expected(y.view(*leading, out), bound.view(*leading, out), dtype, fair=fair)}
     dy = douts.get("y")
     if dy is None:
