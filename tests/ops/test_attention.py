@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import gradgradcheck
 
 import tfm_kernels as tfk
+from tests.threads import on_threads
 from tfm_kernels import Mask
 
 BACKENDS = ["reference", "aten", "cpu"]
@@ -286,13 +287,9 @@ def test_repeatable_on_any_number_of_threads():
     bias = randn(1, 8, 1, 150, seed=5).requires_grad_()
 
     def once(threads):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with on_threads(threads):
             out = tfk.ops.attention(q, k, v, bias=bias, dropout_p=0.1, seed=SEED, backend="cpu")
             return out, *torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out))
-        finally:
-            torch.set_num_threads(before)
 
     first = once(2)
     for threads in (2, 1):

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import tfm_kernels as tfk
+from tests.threads import on_threads
 from tfm_kernels.testing import assert_contract
 
 BACKENDS = ["reference", "aten", "cpu"]
@@ -91,15 +92,12 @@ def test_recomputed_is_saved_bit_for_bit(dtype, gated):
 @pytest.mark.parametrize("gated", [False, True])
 def test_gradients_do_not_depend_on_threads(gated):
     given = leaves(700, 40, 300, 24, dtype=torch.float32, gated=gated)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
+    found = []
+    for threads in (1, 2, 3, 7):
+        with on_threads(threads):
             found.append(run(given, activation="silu", dropout_p=0.1, seed=SEED, backend="cpu"))
             again = run(given, activation="silu", dropout_p=0.1, seed=SEED, backend="cpu")
             assert all(torch.equal(a, b) for a, b in zip(found[-1], again, strict=True)), threads
-    finally:
-        torch.set_num_threads(before)
     for other in found[1:]:
         torch.testing.assert_close(other[0], found[0][0])  # y's sum over features may be split
         assert all(torch.equal(a, b) for a, b in zip(other[1:], found[0][1:], strict=True))
@@ -107,14 +105,11 @@ def test_gradients_do_not_depend_on_threads(gated):
 
 def test_a_few_rows_on_many_threads():
     """Fewer row tiles than threads: the hidden features are split, their shares joined."""
-    given = leaves(20, 24, 530, 70, dtype=torch.float32)
-    before = torch.get_num_threads()
-    try:
+    for rows in (20, 40):  # the first by the kernels for few rows
+        given = leaves(rows, 24, 530, 70, dtype=torch.float32)
         for threads in (2, 5, 16):
-            torch.set_num_threads(threads)
-            assert_contract("ffn", given, "cpu")
-    finally:
-        torch.set_num_threads(before)
+            with on_threads(threads):
+                assert_contract("ffn", given, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

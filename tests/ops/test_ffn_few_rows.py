@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
+from tests.threads import on_threads
 from tfm_kernels.testing import assert_contract
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -58,15 +59,10 @@ def test_a_row_does_not_depend_on_the_others(dtype):
 
 @pytest.mark.parametrize("rows", [5, 9])
 def test_does_not_depend_on_threads(rows):
-    given = block(rows, 70, 530, 50)
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    given, found = block(rows, 70, 530, 50), []
+    for threads in (1, 2, 5):
+        with on_threads(threads):
             found.append(tfk.ops.ffn(**given, backend="cpu"))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
 import tfm_kernels as tfk
+from tests.threads import on_threads
 from tfm_kernels import dropout
 from tfm_kernels.ops.layer_norm import BWD, FWD
 
@@ -254,13 +255,9 @@ def test_forward_and_backward_are_repeatable(shape):
     weight = randn(shape[1], seed=2).requires_grad_()
 
     def run(threads):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with on_threads(threads):
             y, z = tfk.ops.add_layer_norm(x, dy, weight, dropout_p=0.1, seed=SEED, backend="cpu")
             return y, z, *torch.autograd.grad((y, z), (x, weight), (dy, dy))
-        finally:
-            torch.set_num_threads(before)
 
     first = run(2)
     for threads in (2, 1, 2):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
+from tests.threads import on_threads
 from tfm_kernels.testing import ContractError, assert_contract, invariance, judge
 
 BACKENDS = ["reference", "aten", "cpu"]
@@ -75,13 +76,10 @@ def test_one_vector_is_a_row():
 
 @pytest.mark.parametrize("rows", [3, 8, 9, 32, 40])
 def test_does_not_depend_on_threads(rows):
-    given, before, found = layer(rows, 70, 530), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    given, found = layer(rows, 70, 530), []
+    for threads in (1, 2, 5):
+        with on_threads(threads):
             found.append(tfk.ops.linear(**given, backend="cpu"))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
