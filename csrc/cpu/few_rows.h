@@ -226,17 +226,25 @@ const C* few_rows_operand(const T* x, int64_t rows, int64_t k, C* room, int64_t&
   }
 }
 
-// Features begin..end - 1 of y = x w^T + bias, each rounded once; bias may be null. `room`:
-// few_rows_room(rows).
+// Features begin..end - 1 of few rows of y = product + bias, each rounded once; bias may be null.
+// product(f, n) leaves features f..f + n - 1 of the product in `room`, (n, rows rounded up to 16).
+template <typename T, typename C, typename Product>
+void few_rows_strips(int64_t begin, int64_t end, int64_t rows, const T* bias, T* y, int64_t y_ld,
+                     const C* room, Product product) {
+  for (int64_t f = begin; f < end; f += kFewRowsStrip) {
+    const int64_t n = std::min(kFewRowsStrip, end - f);
+    product(f, n);
+    transpose_narrow(room, round_up(rows, 16), rows, n, bias ? bias + f : nullptr, y + f, y_ld);
+  }
+}
+
+// The same with x w^T as the product. `room`: few_rows_room(rows).
 template <typename T, typename C = compute_t<T>>
 void few_rows_linear(int64_t begin, int64_t end, int64_t rows, int64_t k, const C* x, int64_t x_ld,
                      const T* w, int64_t w_ld, const T* bias, T* y, int64_t y_ld, C* room) {
-  const int64_t ld = round_up(rows, 16);
-  for (int64_t f = begin; f < end; f += kFewRowsStrip) {
-    const int64_t n = std::min(kFewRowsStrip, end - f);
-    few_rows_product(n, rows, k, w + f * w_ld, w_ld, x, x_ld, room, ld);
-    transpose_narrow(room, ld, rows, n, bias ? bias + f : nullptr, y + f, y_ld);
-  }
+  few_rows_strips(begin, end, rows, bias, y, y_ld, room, [&](int64_t f, int64_t n) {
+    few_rows_product(n, rows, k, w + f * w_ld, w_ld, x, x_ld, room, round_up(rows, 16));
+  });
 }
 
 }  // namespace

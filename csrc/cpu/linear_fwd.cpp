@@ -37,15 +37,13 @@ void tile_features(const LinearFwd& args, int64_t row, int64_t rows, int64_t beg
   bf16_t* x = reinterpret_cast<bf16_t*>(room + few_rows_room(rows));
   turn_right(static_cast<const bf16_t*>(args.x) + row * args.x_stride_m, args.x_stride_m, rows,
              args.K, x, ld, ld);
+  const int64_t w_ld = args.weight_stride_n;
   const bf16_t* weight = static_cast<const bf16_t*>(args.weight);
-  const bf16_t* bias = static_cast<const bf16_t*>(args.bias);
-  for (int64_t f = begin; f < end; f += kFewRowsStrip) {
-    const int64_t n = std::min(kFewRowsStrip, end - f);
-    product(n, ld, args.K, weight + f * args.weight_stride_n, args.weight_stride_n, x, ld, room, ld,
-            false);
-    transpose_narrow(room, ld, rows, n, bias ? bias + f : nullptr,
-                     static_cast<bf16_t*>(args.y) + row * args.N + f, args.N);
-  }
+  few_rows_strips(begin, end, rows, static_cast<const bf16_t*>(args.bias),
+                  static_cast<bf16_t*>(args.y) + row * args.N, args.N, room,
+                  [&](int64_t f, int64_t n) {
+                    product(n, ld, args.K, weight + f * w_ld, w_ld, x, ld, room, ld, false);
+                  });
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "../check.h"
+#include "gemm.h"
 #include "layer_norm.h"
 #include "output.h"
 
@@ -51,7 +52,7 @@ struct Workspace {
 // Calls body(begin, end, worker) for every worker's share of `features`, in multiples of 16.
 template <typename Body>
 void for_strips(int64_t features, int64_t workers, Body body) {
-  const int64_t strips = (features + 15) / 16;
+  const int64_t strips = ceil_div(features, 16);
   at::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
     for (int64_t worker = first; worker < last; ++worker) {
       const int64_t begin = strips * worker / workers * 16;
