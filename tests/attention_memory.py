@@ -59,10 +59,10 @@ def assert_no_byte_outside_of_packed_tensors(backend, around=lambda call: call()
     close(around(lambda: both(backend, tensors, *options)), expected, torch.float32)
 
 
-def apart(space, t):
-    """``t``, two sequences, laid so that they are FAR elements from one another."""
+def apart(space, t, step=FAR):
+    """``t``, two sequences, laid so that they are ``step`` elements from one another."""
     far = space.view(t.dtype) if t.element_size() == 2 else space.view(torch.uint8).view(t.dtype)
-    strides = (FAR, *t[0].contiguous().stride())
+    strides = (step, *t[0].contiguous().stride())
     return far.as_strided(t.shape, strides).copy_(t)
 
 
@@ -78,7 +78,7 @@ def two_sequences():
 
 
 def both_of(backend, given):
-    """What both directions give for these arguments."""
+    """What both directions give for these arguments; dlse is 0 where none is given."""
     tensors = [given[which] for which in ("query", "key", "value")]
-    options = ((None, None), (9, 20), ANYWHERE, 0.3, SEED, given["dout"], None)
+    options = ((None, None), (9, 20), ANYWHERE, 0.3, SEED, given["dout"], given.get("dlse"))
     return [t.clone() for t in both(backend, tensors, given["bias"], given["keep"], None, *options)]

@@ -74,3 +74,114 @@ def test_sequences_far_apart(name, space, monkeypatch):
         monkeypatch.setattr(_attention_call.Call, "like", far_like)
     for a, b in zip(run(), expected, strict=True):
         assert torch.equal(a, b)
+
+
+def far_launches(monkeypatch, change):
+    """Launches the kernels over pairs of tiles with what ``change(arguments)`` gives; what they write comes back."""
+    launch = _attention_call.Call.launch
+
+    def far(call, kernel, programs, config, **more):
+        changed = change(more)
+        launch(call, kernel, programs, config, **more | changed)
+        met.update(name for name in changed if name in kernel.arg_names)
+        for name, t in changed.items():
+            if isinstance(t, torch.Tensor) and t.shape == more[name].shape:
+                more[name].copy_(t)
+
+    met = set()
+    monkeypatch.setattr(_attention_call.Call, "launch", far)
+    return met
+
+
+def test_numbers_of_rows_far_apart(monkeypatch):
+    """lse, dlse and the backward's own numbers, of which a row has eight."""
+    given = two_sequences() | {"dlse": torch.arange(36.0).view(2, 2, 9) / 36}
+    expected = both_of("triton", given)
+    steps = {"lse_ptr": FAR, "dlse_ptr": FAR, "statistics_ptr": 8 * FAR}
+    spaces = {name: huge(step + 2**17, torch.float32) for name, step in steps.items()}
+
+    def change(more):
+        there = [name for name in steps if more.get(name) is not None]
+        return {"lse_stride_b": FAR} | {name: apart(spaces[name], more[name], steps[name]) for name in there}
+
+    met = far_launches(monkeypatch, change)
+    for a, b in zip(both_of("triton", given), expected, strict=True):
+        assert torch.equal(a, b)
+    assert met == {"lse_stride_b", *steps}
+
+
+def test_gradients_of_a_bias_far_apart(space, monkeypatch):
+    given = two_sequences()
+    expected = both_of("triton", given)
+    met = far_launches(
+        monkeypatch,
+        lambda more: (
+            {"dbias_ptr": apart(space, more["dbias_ptr"]), "dbias_stride_b": FAR}
+            if more.get("dbias_ptr") is not None
+            else {}
+        ),
+    )
+    for a, b in zip(both_of("triton", given), expected, strict=True):
+        assert torch.equal(a, b)
+    assert met == {"dbias_ptr", "dbias_stride_b"}
+
+
+@pytest.mark.parametrize("kind", ["per pair", "per key", "per query", "per head"])
+def test_sums_of_a_broadcast_bias_far_apart(kind, monkeypatch):
+    """The matrices of partial sums; one stands for both heads, in parts or not."""
+    given = two_sequences()
+    given["bias"] = {
+        "per pair": given["bias"][:, :1], "per key": given["bias"][:, :, :1], "per query": given["bias"][..., :1],
+        "per head": given["bias"][:, :, :1, :1],
+    }[kind].contiguous()  # fmt: skip
+    expected = both_of("triton", given)
+    space = huge(4 * FAR, torch.float32)
+
+    def change(more):
+        if "sums_ptr" not in more:
+            return {}
+        sums = more["sums_ptr"]
+        rows = FAR // more["COLUMNS"]
+        step = rows * more["COLUMNS"]
+        assert step >= 2**31
+        parts, sequences, heads = sums.shape[:3]
+        assert parts * sequences * heads <= 4
+        strides = (sequences * heads * step, heads * step, step, sums.stride(3), 1)
+        return {"sums_ptr": space.as_strided(sums.shape, strides), "ROWS": rows}
+
+    met = far_launches(monkeypatch, change)
+    for a, b in zip(both_of("triton", given), expected, strict=True):
+        assert torch.equal(a, b)
+    assert met == {"sums_ptr", "ROWS"}
+
+
+@pytest.mark.parametrize("far", ["lists", "rows of tiles"])
+def test_lists_of_tiles_far_apart(far, monkeypatch):
+    """The list of a row of tiles, which is made by one kernel and read by others, and a sequence's rows of tiles."""
+    given = two_sequences()
+    expected = both_of("triton", given)
+    tiles, counts = huge(2 * FAR + 2**17, torch.int32), huge(FAR + 2**17, torch.int32)
+    make = _attention_call.keep_tiles_kernel
+
+    class Making:
+        def __getitem__(self, grid):
+            return lambda **arguments: make[grid](**arguments | {"tiles_ptr": tiles, "list_width": FAR})
+
+    def change(more):
+        if more.get("tiles_ptr") is None:
+            return {}
+        if far == "lists":
+            return {"tiles_ptr": tiles, "list_width": FAR}
+        width = more["list_width"]
+        assert more["list_stride_b"] == 1 and width <= 2
+        return {
+            "list_stride_b": FAR, "counts_ptr": apart(counts, more["counts_ptr"].view(2, 1)),
+            "tiles_ptr": apart(tiles, more["tiles_ptr"].view(2, width), FAR * width),
+        }  # fmt: skip
+
+    if far == "lists":
+        monkeypatch.setattr(_attention_call, "keep_tiles_kernel", Making())
+    met = far_launches(monkeypatch, change)
+    for a, b in zip(both_of("triton", given), expected, strict=True):
+        assert torch.equal(a, b)
+    assert met == {"lists": {"tiles_ptr", "list_width"}}.get(far, {"counts_ptr", "tiles_ptr", "list_stride_b"})

@@ -8,7 +8,7 @@ from triton.runtime import interpreter
 from tests import ffn_semantics as semantics
 from tests.fences import fenced, huge
 from tests.ffn_semantics import FAR, apart, randn
-from tfm_kernels.triton import _gemm, _sums, ffn_bwd, ffn_fwd
+from tfm_kernels.triton import _gemm, _launch, _sums, ffn_bwd, ffn_fwd
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -107,6 +107,34 @@ def test_backward_tensors_with_far_rows(spaces, far, monkeypatch):
         w2_stride_o=WIDE, p_stride_m=WIDE if far in near else 0, **FIRST | {"M": rows}, **pointers,
     )  # fmt: skip
     ends_with(space, expected.get(far, expected["dp_ptr"]))
+
+
+def test_numbers_of_far_rows(monkeypatch):
+    """The last tile of more than 2**31 rows, each with the number that dropout reads."""
+    seed = torch.tensor(77)
+    scale, last_dropped = _launch.check_dropout("ffn", 0.4, seed)
+    x, w1, dy, w2 = randn(1, 16), randn(64, 16, seed=1), randn(1, 16, seed=2), randn(16, 64, seed=3)
+
+    def last_rows(rows):
+        """What the last 64 rows get: all of them see the same x and dy."""
+        numbers, hidden, dp = huge(rows, torch.int64), huge(rows * 64, torch.float32), huge(rows * 64, torch.float32)
+        numbers[-64:] = torch.arange(64) * 5 + 3
+        given = FIRST | {"M": rows, "F": 64, "scale": scale, "last_dropped": last_dropped, "seed_ptr": seed}
+        given |= {"rows_ptr": numbers}
+        run_program(
+            monkeypatch, ffn_fwd.ffn_fwd_kernel, last_tile(rows, 64), x_ptr=x, w1_ptr=w1, hidden_ptr=hidden, E=16,
+            x_stride_m=0, w1_stride_f=16, gate_stride_f=0, **given,
+        )  # fmt: skip
+        run_program(
+            monkeypatch, ffn_bwd.ffn_bwd_kernel, last_tile(rows, 64), dy_ptr=dy, w2_ptr=w2, p_ptr=x @ w1.T, dp_ptr=dp,
+            Eo=16, dy_stride_m=0, w2_stride_o=64, p_stride_m=0, **given,
+        )  # fmt: skip
+        return hidden[-64 * 64 :].clone(), dp[-64 * 64 :].clone()
+
+    expected = last_rows(64)
+    for a, b in zip(last_rows(FAR), expected, strict=True):
+        assert b.abs().max() > 0
+        assert torch.equal(a, b)
 
 
 def test_products_with_far_rows(space, monkeypatch):

@@ -7,7 +7,7 @@ from triton.runtime import interpreter
 
 from tests.fences import fenced, huge
 from tfm_kernels.ops.layer_norm import BWD, FWD
-from tfm_kernels.triton import layer_norm_bwd, layer_norm_fwd
+from tfm_kernels.triton import _launch, layer_norm_bwd, layer_norm_fwd
 
 SEED = torch.tensor(77)
 FAR = 2**31 + 4096  # elements between two rows
@@ -127,3 +127,40 @@ def test_results_with_far_rows(spaces, width, walked, monkeypatch):
     )  # fmt: skip
     torch.testing.assert_close(spaces[0][last], dx[0], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(spaces[1][last], dresidual[0], rtol=2e-3, atol=2e-3)
+
+
+def test_numbers_of_far_rows(monkeypatch):
+    """The last rows of more than 2**31, of which there is a number each: mean, rstd, and the one that dropout reads.
+
+    The rows are short: no memory holds so many of those that are walked.
+    """
+    block, width = 4, 16
+    scale, last_dropped = _launch.check_dropout("layer_norm", 0.4, SEED)
+    x, residual, dy = (randn(1, width, dtype=torch.float16, seed=seed) for seed in range(3))
+    common = {"N": width, "scale": scale, "last_dropped": last_dropped, "divisor": float(width), "seed_ptr": SEED}
+    common |= {"BLOCK_M": block, "BLOCK_N": width, "ALIGNED": True}
+
+    def last_rows(rows):
+        """What the last ``block`` of ``rows`` rows get: all of them see the same x, residual and dy."""
+        wide = {name: huge(rows * width, torch.float16) for name in ("y_ptr", "z_ptr", "dx_ptr", "dresidual_ptr")}
+        numbers = {name: huge(rows, torch.float32) for name in ("mean_ptr", "rstd_ptr")}
+        of_dropout = huge(rows, torch.int64)
+        of_dropout[-block:] = torch.arange(block) * 5 + 3
+        given = common | numbers | {"M": rows, "rows_ptr": of_dropout}
+        y, z = wide.pop("y_ptr"), wide.pop("z_ptr")
+        run_last_program(
+            monkeypatch, layer_norm_fwd.layer_norm_fwd_kernel, rows // block - 1, x_ptr=x, residual_ptr=residual,
+            x_stride_m=0, residual_stride_m=0, eps=1e-5, y_ptr=y, z_ptr=z, **given,
+        )  # fmt: skip
+        run_last_program(
+            monkeypatch, layer_norm_bwd.layer_norm_bwd_kernel, rows // block - 1, dy_ptr=dy, z_ptr=z, dy_stride_m=0,
+            z_stride_m=width, dz_stride_m=0, STAGES=1, **given, **wide,
+        )  # fmt: skip
+        return [t[-block * width :].clone() for t in (y, z, *wide.values())] + [
+            t[-block:].clone() for t in numbers.values()
+        ]
+
+    expected = last_rows(block)
+    assert all(t.abs().max() > 0 for t in expected)
+    for a, b in zip(last_rows(FAR), expected, strict=True):
+        assert torch.equal(a, b)
