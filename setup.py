@@ -42,9 +42,13 @@ if platform.machine() in ("x86_64", "AMD64"):
         " -Wno-uninitialized -Wno-maybe-uninitialized"
     )
 
+# No floating-point traps and no errno, as in torch: without masks (AVX2, SSE2) gcc would else leave every loop with a
+# choice between results, such as an activation's, to one number at a time.
+CXX_FLAGS = "-O3 -fno-math-errno -fno-trapping-math"
+
 RULES = """\
 cxx = {cxx}
-common = -std=c++20 -O3 -DNDEBUG -fPIC -fvisibility=hidden -fopenmp -Wall -Wextra -Wno-psabi
+common = -std=c++20 {cxx_flags} -DNDEBUG -fPIC -fvisibility=hidden -fopenmp -Wall -Wextra -Wno-psabi
 headers = -isystem {torch}/include -isystem {python}
 torch = -L{torch}/lib -ltorch -ltorch_cpu -ltorch_python -lc10
 nvcc = {nvcc}
@@ -141,7 +145,7 @@ class NinjaBuild(build_ext):
         about = definitions(ARCHS=" ".join(ARCHS), VERSION=cuda_version(), FLAGS=NVCC_FLAGS) if ARCHS else ""
         graph = RULES.format(
             cxx=CXX, torch=torch, python=sysconfig.get_path("include"), nvcc=NVCC, gpus=gencode(ARCHS), about=about,
-            nvcc_flags=NVCC_FLAGS,
+            nvcc_flags=NVCC_FLAGS, cxx_flags=CXX_FLAGS,
         )  # fmt: skip
         for extension in self.extensions:
             add = cuda_objects if extension.name.endswith("_cuda") else cpu_objects

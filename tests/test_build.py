@@ -1,6 +1,7 @@
 """setup.py: which extensions it makes of what is there, and for which GPUs. Nothing is compiled."""
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -91,3 +92,41 @@ def test_what_was_built_says_for_what():
     assert set(info) == {"architectures", "cuda", "flags", "compiler"} and all(info.values())
     if "TFM_KERNELS_CUDA_ARCHS" not in os.environ and shutil.which("nvidia-smi") is None:
         assert info["architectures"] == "80 90a" and "-fmad=false" in info["flags"]
+
+
+ACTIVATIONS = ("Relu", "Gelu", "GeluTanh", "Silu")
+
+
+@pytest.mark.parametrize("isa", ["DEFAULT", "AVX2", "AVX512"])
+def test_activations_are_computed_by_vectors(isa, described, tmp_path):
+    """With setup.py's flags, for every instruction set: one number at a time, a GELU costs more than its products."""
+    made, _ = described()
+    if isa not in made["ISAS"]:
+        pytest.skip(f"{isa} is of another processor")
+    compiler = made["CXX"].split()
+    if (
+        "Free Software Foundation"
+        not in subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    ):
+        pytest.skip("only gcc's report of its loops is read")
+    lines = ['#include "activation.h"', "namespace tfm_kernels {"]
+    loops = {}
+    for name in ACTIVATIONS:
+        for what, body in (
+            ("value", "h[j] = A::value(h[j]);"),
+            ("slope", "float s; h[j] = A::value(h[j], s); d[j] *= s;"),
+        ):
+            lines += [
+                f"void {name}_{what}(float* h, float* d, long n) {{ using A = {name};",
+                "#pragma omp simd",
+                f"for (long j = 0; j < n; ++j) {{ {body} }} }}",
+            ]
+            loops[f"{name} {what}"] = len(lines)
+    (tmp_path / "loops.cpp").write_text("\n".join([*lines, "}"]))
+    found = subprocess.run(
+        [*compiler, "-std=c++20", *made["CXX_FLAGS"].split(), "-fopenmp", *made["ISAS"][isa].split(),
+         f"-DCPU_CAPABILITY={isa}", f"-I{ROOT / 'csrc/cpu'}", "-fopt-info-vec", "-c", "loops.cpp", "-o", "loops.o"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    ).stderr  # fmt: skip
+    scalar = [name for name, line in loops.items() if not re.search(rf"loops.cpp:{line}:.*loop vectorized", found)]
+    assert scalar == []
