@@ -35,44 +35,42 @@ void rows(const LayerNormBwd& args, int64_t block, compute_t<T>* scratch) {
   using C = compute_t<T>;
   const int64_t n = args.n;
   const int64_t begin = block * args.block, end = std::min(begin + args.block, args.rows);
-  C *dy = scratch, *xhat = scratch + n, *factors = scratch + 2 * n;
+  C *g = scratch, *xhat = scratch + n, *factors = scratch + 2 * n;
   const C* weight = static_cast<const C*>(args.weight);
   C* dweight = args.dweight ? static_cast<C*>(args.dweight) + block * n : nullptr;
   C* dbias = args.dbias ? static_cast<C*>(args.dbias) + block * n : nullptr;
   for (int64_t m = begin; m < end; ++m) {
-    widen(static_cast<const T*>(args.dy) + m * args.dy_stride_m, n, dy);
-    widen(static_cast<const T*>(args.z) + m * args.z_stride_m, n, xhat);
+    const T* dy = static_cast<const T*>(args.dy) + m * args.dy_stride_m;
+    const T* z = static_cast<const T*>(args.z) + m * args.z_stride_m;
+    const T* dz = args.dz ? static_cast<const T*>(args.dz) + m * args.dz_stride_m : nullptr;
     const C mean = args.mean ? static_cast<const C*>(args.mean)[m] : C(0);
     const C rstd = static_cast<const C*>(args.rstd)[m];
-    for_lanes<C>(n, [&]<typename V>(int64_t i) {
-      const V x = (load<V>(xhat + i) - V(mean)) * V(rstd), d = load<V>(dy + i);
-      store(xhat + i, x);
+    const auto [dot, sum] = sums_lanes<T, 2>(n, [&]<typename V>(int64_t i) {
+      const V x = (load<V>(z + i) - V(mean)) * V(rstd);
+      V d = load<V>(dy + i);
       if (dweight) store(dweight + i, load<V>(dweight + i) + d * x);
       if (dbias) store(dbias + i, load<V>(dbias + i) + d);
-      if (weight) store(dy + i, d * load<V>(weight + i));
+      if (weight) d = d * load<V>(weight + i);
+      store(xhat + i, x);
+      store(g + i, d);
+      return std::array<V, 2>{d * x, d};
     });
-    const double dot =
-        sum_lanes<C>(n, [&]<typename V>(int64_t i) { return load<V>(dy + i) * load<V>(xhat + i); });
-    const double sum =
-        args.mean ? sum_lanes<C>(n, [&]<typename V>(int64_t i) { return load<V>(dy + i); }) : 0.0;
     const C along = static_cast<C>(dot / static_cast<double>(args.unbiased ? n - 1 : n));
-    const C offset = static_cast<C>(sum / static_cast<double>(n));
-    for_lanes<C>(n, [&]<typename V>(int64_t i) {
-      store(dy + i, V(rstd) * (load<V>(dy + i) - V(offset) - load<V>(xhat + i) * V(along)));
+    const C offset = args.mean ? static_cast<C>(sum / static_cast<double>(n)) : C(0);
+    T* dx = static_cast<T*>(args.dx) + m * n;
+    T* out = args.dresidual ? static_cast<T*>(args.dresidual) + m * n : dx;
+    for_lanes<T>(n, [&]<typename V>(int64_t i) {
+      V d = V(rstd) * (load<V>(g + i) - V(offset) - load<V>(xhat + i) * V(along));
+      if (dz) d = d + load<V>(dz + i);
+      store(out + i, d);
+      if (args.dresidual) store(g + i, d);
     });
-    if (args.dz) {
-      widen(static_cast<const T*>(args.dz) + m * args.dz_stride_m, n, xhat);
-      for_lanes<C>(
-          n, [&]<typename V>(int64_t i) { store(dy + i, load<V>(dy + i) + load<V>(xhat + i)); });
-    }
-    if (args.dresidual) {
-      narrow(dy, n, static_cast<T*>(args.dresidual) + m * n);
-      const int64_t row = args.dropout_rows ? args.dropout_rows[m] : m;
-      dropout_factors(args.dropout.seed, row, 0, n, args.dropout.bound,
-                      static_cast<C>(args.dropout.scale), factors);
-      for (int64_t i = 0; i < n; ++i) dy[i] = factors[i] == C(0) ? C(0) : dy[i] * factors[i];
-    }
-    narrow(dy, n, static_cast<T*>(args.dx) + m * n);
+    if (!args.dresidual) continue;
+    const int64_t row = args.dropout_rows ? args.dropout_rows[m] : m;
+    dropout_factors(args.dropout.seed, row, 0, n, args.dropout.bound,
+                    static_cast<C>(args.dropout.scale), factors);
+    for (int64_t i = 0; i < n; ++i) g[i] = factors[i] == C(0) ? C(0) : g[i] * factors[i];
+    narrow(g, n, dx);
   }
 }
 

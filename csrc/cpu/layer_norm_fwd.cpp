@@ -28,50 +28,59 @@ TFM_DECLARE_KERNEL(void layer_norm_fwd(const LayerNormFwd& args, DType dtype, in
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// z = residual + dropout(x), rounded to T and back, in `sum`; `factors` is room for n more.
+// dropout(x) in `out`; `factors` is room for n numbers.
 template <typename T, typename C>
-void add_row(const LayerNormFwd& args, int64_t m, C* sum, C* factors) {
-  const int64_t n = args.n;
-  widen(static_cast<const T*>(args.x) + m * args.x_stride_m, n, sum);
-  if (args.dropout.active()) {
-    const int64_t row = args.dropout_rows ? args.dropout_rows[m] : m;
-    dropout_factors(args.dropout.seed, row, 0, n, args.dropout.bound,
-                    static_cast<C>(args.dropout.scale), factors);
-    // a dropped inf or NaN is dropped, not multiplied
-    for (int64_t i = 0; i < n; ++i) sum[i] = factors[i] == C(0) ? C(0) : sum[i] * factors[i];
-  }
-  widen(static_cast<const T*>(args.residual) + m * args.residual_stride_m, n, factors);
-  for_lanes<C>(
-      n, [&]<typename V>(int64_t i) { store(sum + i, load<V>(sum + i) + load<V>(factors + i)); });
-  T* z = static_cast<T*>(args.z) + m * n;
-  narrow(sum, n, z);
-  if constexpr (!std::is_same_v<T, C>) widen(z, n, sum);
+void drop_row(const LayerNormFwd& args, int64_t m, const T* x, C* out, C* factors) {
+  const int64_t n = args.n, row = args.dropout_rows ? args.dropout_rows[m] : m;
+  dropout_factors(args.dropout.seed, row, 0, n, args.dropout.bound,
+                  static_cast<C>(args.dropout.scale), factors);
+  widen(x, n, out);
+  // a dropped inf or NaN is dropped, not multiplied
+  for (int64_t i = 0; i < n; ++i) out[i] = factors[i] == C(0) ? C(0) : out[i] * factors[i];
+}
+
+// z = residual + x, rounded to T, which is also what `out` gets where T is narrow; their sum.
+template <typename T, typename X, typename C>
+double add_row(const LayerNormFwd& args, int64_t m, const X* x, C* out) {
+  const T* residual = static_cast<const T*>(args.residual) + m * args.residual_stride_m;
+  T* z = static_cast<T*>(args.z) + m * args.n;
+  return sum_lanes<T>(args.n, [&]<typename V>(int64_t i) {
+    const V v = rounded<T>(load<V>(x + i) + load<V>(residual + i));
+    store(z + i, v);
+    if constexpr (kWidens<T>) store(out + i, v);
+    return v;
+  });
 }
 
 template <typename T>
 void rows(const LayerNormFwd& args, int64_t begin, int64_t end, compute_t<T>* scratch) {
   using C = compute_t<T>;
   const int64_t n = args.n;
-  C *row = scratch, *out = scratch + n;
+  C *row = scratch, *other = scratch + n;
   const C *weight = static_cast<const C*>(args.weight), *bias = static_cast<const C*>(args.bias);
   for (int64_t m = begin; m < end; ++m) {
-    const C* x = row;
-    if (args.residual) {
-      add_row<T>(args, m, row, out);
+    const T* in = static_cast<const T*>(args.x) + m * args.x_stride_m;
+    const C* x = row;  // what is normalised
+    double total = 0.0;
+    if (args.dropout.active()) {
+      drop_row(args, m, in, other, row);
+      total = add_row<T>(args, m, other, row);
+    } else if (args.residual) {
+      total = add_row<T>(args, m, in, row);
+    } else if constexpr (kWidens<T>) {
+      total = sum_lanes<T>(n, [&]<typename V>(int64_t i) {
+        const V v = load<V>(in + i);
+        store(row + i, v);
+        return v;
+      });
     } else {
-      const T* in = static_cast<const T*>(args.x) + m * args.x_stride_m;
-      if constexpr (std::is_same_v<T, C>)
-        x = in;
-      else
-        widen(in, n, row);
+      x = in;
+      if (args.mean) total = sum_lanes<T>(n, [&]<typename V>(int64_t i) { return load<V>(x + i); });
     }
-    double mean = 0.0;
-    if (args.mean) {
-      mean = sum_lanes<C>(n, [&]<typename V>(int64_t i) { return load<V>(x + i); }) /
-             static_cast<double>(n);
-      static_cast<C*>(args.mean)[m] = static_cast<C>(mean);
-    }
-    const C mu = static_cast<C>(mean);
+    if constexpr (!kWidens<T>)
+      if (args.residual) x = static_cast<const T*>(args.z) + m * n;
+    const C mu = args.mean ? static_cast<C>(total / static_cast<double>(n)) : C(0);
+    if (args.mean) static_cast<C*>(args.mean)[m] = mu;
     const double squares = sum_lanes<C>(n, [&]<typename V>(int64_t i) {
       const V d = load<V>(x + i) - V(mu);
       return d * d;
@@ -81,15 +90,12 @@ void rows(const LayerNormFwd& args, int64_t begin, int64_t end, compute_t<T>* sc
     static_cast<C*>(args.rstd)[m] = rstd;
 
     T* y = static_cast<T*>(args.y) + m * n;
-    C* target = out;
-    if constexpr (std::is_same_v<T, C>) target = y;
-    for_lanes<C>(n, [&]<typename V>(int64_t i) {
+    for_lanes<T>(n, [&]<typename V>(int64_t i) {
       V v = (load<V>(x + i) - V(mu)) * V(rstd);
       if (weight) v = v * load<V>(weight + i);
       if (bias) v = v + load<V>(bias + i);
-      store(target + i, v);
+      store(y + i, v);
     });
-    if constexpr (!std::is_same_v<T, C>) narrow(out, n, y);
   }
 }
 

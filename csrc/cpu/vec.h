@@ -5,6 +5,7 @@
 #include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <type_traits>
 
@@ -100,30 +101,80 @@ void narrow(const compute_t<T>* in, int64_t n, T* out) {
   }
 }
 
-// The V (a scalar or a vector) that lies at p.
-template <typename V, typename C>
-V load(const C* p) {
-  if constexpr (std::is_same_v<V, C>)
-    return *p;
-  else
+// The numbers that one vector of 16-bit ones widens to.
+struct TwoVecs {
+  Vec low, high;
+
+  TwoVecs() = default;
+  explicit TwoVecs(float x) : low(x), high(x) {}
+  TwoVecs(Vec low, Vec high) : low(low), high(high) {}
+};
+
+inline TwoVecs operator+(const TwoVecs& a, const TwoVecs& b) {
+  return {a.low + b.low, a.high + b.high};
+}
+inline TwoVecs operator-(const TwoVecs& a, const TwoVecs& b) {
+  return {a.low - b.low, a.high - b.high};
+}
+inline TwoVecs operator*(const TwoVecs& a, const TwoVecs& b) {
+  return {a.low * b.low, a.high * b.high};
+}
+
+// What a vector of T is computed in.
+template <typename T>
+using lanes_t = std::conditional_t<kWidens<T>, TwoVecs, at::vec::Vectorized<compute_t<T>>>;
+
+// The V (a scalar or vectors of the compute type) that lies at p, widened where E is narrow.
+template <typename V, typename E>
+V load(const E* p) {
+  if constexpr (std::is_arithmetic_v<V>) {
+    return static_cast<V>(*p);
+  } else if constexpr (!std::is_same_v<V, TwoVecs>) {
     return V::loadu(p);
+  } else if constexpr (kWidens<E>) {
+    const auto [low, high] = at::vec::convert_to_float<E>(at::vec::Vectorized<E>::loadu(p));
+    return {low, high};
+  } else {
+    return {Vec::loadu(p), Vec::loadu(p + Vec::size())};
+  }
 }
 
-// Calls body.template operator()<V>(i) over 0..n-1: whole vectors first, then the rest one by one.
-template <typename C, typename Body>
-void for_lanes(int64_t n, Body body) {
-  using V = at::vec::Vectorized<C>;
-  int64_t i = 0;
-  for (; i + V::size() <= n; i += V::size()) body.template operator()<V>(i);
-  for (; i < n; ++i) body.template operator()<C>(i);
-}
-
-template <typename V, typename C>
-void store(C* p, V v) {
-  if constexpr (std::is_same_v<V, C>)
-    *p = v;
-  else
+// Rounded once, to nearest even, where E is narrow.
+template <typename V, typename E>
+void store(E* p, const V& v) {
+  if constexpr (std::is_arithmetic_v<V>) {
+    *p = static_cast<E>(v);
+  } else if constexpr (!std::is_same_v<V, TwoVecs>) {
     v.store(p);
+  } else if constexpr (kWidens<E>) {
+    at::vec::convert_from_float<E>(v.low, v.high).store(p);
+  } else {
+    v.low.store(p);
+    v.high.store(p + Vec::size());
+  }
+}
+
+// v as it is once it has been stored as a T.
+template <typename T, typename V>
+V rounded(const V& v) {
+  if constexpr (!kWidens<T>) {
+    return v;
+  } else if constexpr (std::is_arithmetic_v<V>) {
+    return static_cast<V>(static_cast<T>(v));
+  } else {
+    const auto [low, high] =
+        at::vec::convert_to_float<T>(at::vec::convert_from_float<T>(v.low, v.high));
+    return {low, high};
+  }
+}
+
+// Calls body.template operator()<V>(i) over 0..n-1: by whole vectors of T first, then one by one.
+template <typename T, typename Body>
+void for_lanes(int64_t n, Body body) {
+  constexpr int64_t kWidth = at::vec::Vectorized<T>::size();
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) body.template operator()<lanes_t<T>>(i);
+  for (; i < n; ++i) body.template operator()<compute_t<T>>(i);
 }
 
 // Zeros in the first n numbers, a multiple of 16, of rows that lie ld apart. (GCC makes of
@@ -135,30 +186,57 @@ void zero_lanes(C* p, int64_t ld, int64_t rows, int64_t n) {
     for (int64_t i = 0; i < n; i += V::size()) V(C(0)).store(p + i);
 }
 
-// The sum of term.template operator()<V>(i) over 0..n-1, in four vector accumulators a block of
-// 2048 elements; the blocks are added in double, so that the error does not grow with n.
-template <typename C, typename Term>
-double sum_lanes(int64_t n, Term term) {
+// The sums of the K numbers of term.template operator()<V>(i), a std::array<V, K>, over 0..n-1, by
+// whole vectors of T first, then one by one. Several vector accumulators a block of 2048 elements;
+// the blocks are added in double, so that the error does not grow with n.
+template <typename T, size_t K, typename Term>
+std::array<double, K> sums_lanes(int64_t n, Term term) {
+  using C = compute_t<T>;
   using V = at::vec::Vectorized<C>;
-  constexpr int64_t kStep = 4 * V::size(), kBlock = 2048;
-  double total = 0.0;
+  using W = lanes_t<T>;
+  constexpr int64_t kWidth = at::vec::Vectorized<T>::size(), kBlock = 2048;
+  constexpr int kChains = kWidens<T> || K > 1 ? 2 : 4;
+  std::array<double, K> totals{};
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t end = begin + kBlock < n ? begin + kBlock : n;
-    V s0(C(0)), s1(C(0)), s2(C(0)), s3(C(0));
+    W sum[K][kChains];
+    for (auto& chains : sum) std::fill_n(chains, kChains, W(C(0)));
     int64_t i = begin;
-    for (; i + kStep <= end; i += kStep) {
-      s0 = s0 + term.template operator()<V>(i);
-      s1 = s1 + term.template operator()<V>(i + V::size());
-      s2 = s2 + term.template operator()<V>(i + 2 * V::size());
-      s3 = s3 + term.template operator()<V>(i + 3 * V::size());
+    for (; i + kChains * kWidth <= end; i += kChains * kWidth) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kChains; ++c) {
+        const std::array<W, K> found = term.template operator()<W>(i + c * kWidth);
+        for (size_t k = 0; k < K; ++k) sum[k][c] = sum[k][c] + found[k];
+      }
     }
-    for (; i + V::size() <= end; i += V::size()) s0 = s0 + term.template operator()<V>(i);
-    const V s = (s0 + s1) + (s2 + s3);
-    double block = at::vec::vec_reduce_all<C>([](const V& a, const V& b) { return a + b; }, s);
-    for (; i < end; ++i) block += term.template operator()<C>(i);
-    total += block;
+    for (; i + kWidth <= end; i += kWidth) {
+      const std::array<W, K> found = term.template operator()<W>(i);
+      for (size_t k = 0; k < K; ++k) sum[k][0] = sum[k][0] + found[k];
+    }
+    for (size_t k = 0; k < K; ++k) {
+      W all = sum[k][0] + sum[k][1];
+      if constexpr (kChains == 4) all = all + (sum[k][2] + sum[k][3]);
+      V one;
+      if constexpr (kWidens<T>)
+        one = all.low + all.high;
+      else
+        one = all;
+      totals[k] += at::vec::vec_reduce_all<C>([](const V& a, const V& b) { return a + b; }, one);
+    }
+    for (; i < end; ++i) {
+      const std::array<C, K> found = term.template operator()<C>(i);
+      for (size_t k = 0; k < K; ++k) totals[k] += found[k];
+    }
   }
-  return total;
+  return totals;
+}
+
+// The sum of term.template operator()<V>(i), likewise.
+template <typename T, typename Term>
+double sum_lanes(int64_t n, Term term) {
+  return sums_lanes<T, 1>(n, [&]<typename V>(int64_t i) {
+    return std::array<V, 1>{term.template operator()<V>(i)};
+  })[0];
 }
 
 }  // namespace
