@@ -36,7 +36,7 @@ from .._library import declare, differentiate, missing, signature
 from ..aten import attention as aten
 from ..mask import Mask
 from ..reference import attention as reference
-from .attention_call import EVERYTHING, AttentionCall, checked_call, describe_dense
+from .attention_call import EVERYTHING, LONGEST, AttentionCall, checked_call, describe_dense
 from .attention_watch import is_watched, tell
 
 _ARGUMENTS = (
@@ -154,8 +154,10 @@ def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's
 # (dtype, training) -> queries from which cpu is faster than PyTorch's plain attention, which needs no keys turned for
 # matrix tiles and keeps less per tile. Times of PyTorch over ours on one core of a 2.6 GHz Xeon with AMX, 64 wide:
 # float32 0.97 at 8 queries, 0.95 at 32, 1.1 to 1.3 from 48; in training 0.7 at 16, 0.8 at 32, 0.9 at 64 and 96, 1.04
-# at 128. bfloat16 0.7 to 1.2 below 128 queries and 1.1 to 1.2 at 512; in training 3 to 5 everywhere.
+# at 128. bfloat16 0.7 to 1.2 below 128 queries and 1.1 to 1.2 at 512; in training 3 to 5 everywhere. float64, which is
+# there to check gradients, has no tiles: 0.5 at 256.
 _QUERIES_FROM = {(torch.float32, False): 32, (torch.float32, True): 128}
+_QUERIES_FROM |= {(torch.float64, training): LONGEST for training in (False, True)}
 _QUERIES_FROM_WITH_TILES = {(torch.bfloat16, False): 128, **_QUERIES_FROM}
 
 

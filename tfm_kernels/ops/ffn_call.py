@@ -28,15 +28,15 @@ class Call:
     training: bool
 
 
-# (training, 16 bits) -> rows from which cpu is faster than aten: float32 1.0 for one row, to 2.0 for 8 (256-1024 to
-# 1024-4096, weights in L2 or not, AVX-512 and AVX2), float16 1.0 to 3.3, bfloat16 without tiles 1.2 to 4.8. In training
-# 32 rows of 512-2048 took 3.9 ms against 3.5 (2.6 GHz Xeon).
-_CPU_FROM = {(False, False): 1, (False, True): 1, (True, False): 64, (True, True): 4}
-# float32 without gradients: at two and three rows 0.8 to 1.05.
+# Without gradients cpu is faster than aten or as fast: float32 1.0 at one row to 2.0 at 8 (256-1024 to 1024-4096,
+# weights in L2 or not, AVX-512 and AVX2), float16 1.0 to 3.3, bfloat16 1.06 to 2.1 in the processor's tiles and 1.2 to
+# 4.8 without (2.6 GHz Xeon); but for two and three rows of float32 (0.8 to 1.05).
 _ATEN_INFERS = range(2, 4)
-# Where the processor multiplies bfloat16 itself, inference always gains (1.06 to 2.1, 1 to 16384 rows of 384-1536 and
-# 768-3072, 2.6 GHz Xeon with AMX), and training where the hidden activation is large (0.7 to 0.95 at 1024 rows).
-_TILES_FROM = {False: 1, True: 8192}
+# float64, which is there to check gradients, has no tiles: from this many rows 0.3 to 0.8, in training 0.2 to 0.7.
+_FLOAT64_FEW = 17
+# 16 bits -> rows from which cpu trains faster; 32 rows of float32, 512-2048, took 3.9 ms against 3.5. In tiles of
+# bfloat16 only where the hidden activation is large (0.7 to 0.95 at 1024 rows).
+_CPU_TRAINS_FROM, _TILES_TRAIN_FROM = {False: 64, True: 4}, 8192
 # Where PyTorch multiplies float16 itself, aten trains faster: 0.5 to 0.7 for cpu at 8 and 32 rows of 512-2048 and
 # 768-3072, 0.9 to 1.0 from 128 to 8192 (2.6 GHz Xeon with AVX512_FP16).
 _F16_PRODUCTS: bool = (
@@ -60,15 +60,16 @@ def prefer(call: Call) -> tuple[str, ...]:
 
 
 def _aten_is_faster(call: Call) -> bool:
-    tiles = call.dtype == torch.bfloat16 and _library.bf16_tiles
-    enough = _TILES_FROM[call.training] if tiles else _CPU_FROM[call.training, call.dtype.itemsize == 2]
-    if call.dtype == torch.float16:
-        trains = _F16_PRODUCTS
-    else:
-        trains = call.dtype == torch.float32 and call.rows in _ATEN_TRAINS
-    if call.training:
-        return call.rows < enough or trains
-    return call.rows < enough or (call.dtype == torch.float32 and call.rows in _ATEN_INFERS)
+    if call.dtype == torch.float64:
+        return call.training or call.rows >= _FLOAT64_FEW
+    if not call.training:
+        return call.dtype == torch.float32 and call.rows in _ATEN_INFERS
+    if call.dtype == torch.bfloat16 and _library.bf16_tiles:
+        return call.rows < _TILES_TRAIN_FROM
+    if call.dtype == torch.float16 and _F16_PRODUCTS:
+        return True
+    trains = call.dtype == torch.float32 and call.rows in _ATEN_TRAINS
+    return trains or call.rows < _CPU_TRAINS_FROM[call.dtype.itemsize == 2]
 
 
 def describe(
