@@ -68,11 +68,12 @@ inline int64_t dp_at(const FfnBwd& args, int64_t row, int64_t feature) {
 // Products of rows (rows, k) with panels (k, 64), which leave panels (strip, 64).
 template <typename O, typename C>
 void times_panels(const FfnBwd& args, int64_t rows, int64_t k, const O* left, int64_t ld,
-                  const O* panels, int64_t count, C* out) {
+                  const O* panels, int64_t count, C* out, int64_t longest) {
   for (int64_t i = 0; i < rows; i += kFfnRowStep)
     for (int64_t p = 0; p < count; ++p)
       product(std::min(kFfnRowStep, rows - i), kPanel, k, left + i * ld, ld,
-              panels + p * k * kPanel, kPanel, out + (p * args.strip + i) * kPanel, kPanel, false);
+              panels + p * k * kPanel, kPanel, out + (p * args.strip + i) * kPanel, kPanel, false,
+              longest);
 }
 
 // What a row of a panel holds of preact, or of the gate's product: stored, or just computed;
@@ -91,18 +92,22 @@ void load_preact(const T* stored, const T* bias, int64_t n, C* values) {
   for (int64_t j = n; j < kPanel; ++j) values[j] = C(0);
 }
 
-// FFN.3 and FFN.6 on 64 features of a row: from dh, p and g to h (in the place of p), dp and dg.
-template <typename Act, typename C>
+// FFN.3 and FFN.6 on 64 features of a row: from dh, p and g to h (in the place of p), dp and dg; g
+// and dg are null without a gate. (Asked for in the loop, a missing dg becomes a masked store,
+// which costs AMD's processors more than all the rest.)
+template <typename Act, bool kGated, typename C>
 void differentiate(const C* factor, const C* dh, C* p, const C* g, C* dp, C* dg) {
 #pragma omp simd
   for (int64_t j = 0; j < kPanel; ++j) {
     C slope;
     const C value = Act::value(p[j], slope), scaled = dh[j] * factor[j];
     const C d = factor[j] == C(0) ? C(0) : scaled;
-    const C linear = g ? g[j] : C(1), h = value * linear * factor[j];
+    C linear = C(1);
+    if constexpr (kGated) linear = g[j];
+    const C h = value * linear * factor[j];
     p[j] = factor[j] == C(0) ? C(0) : h;
     dp[j] = d * linear * slope;
-    if (dg) dg[j] = d * value;
+    if constexpr (kGated) dg[j] = d * value;
   }
 }
 
@@ -149,10 +154,14 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
     const int64_t m = std::min(strip, rows - s);
     const bool accumulate = row + s > 0;
     if (needs_dh)
-      times_panels(args, m, Eo, dy + s * args.dy_rows_ld, args.dy_rows_ld, w2, panels, dh);
-    if (w1) times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, w1, panels, h);
+      times_panels(args, m, Eo, dy + s * args.dy_rows_ld, args.dy_rows_ld, w2, panels, dh,
+                   kLongestGradientSum);
+    if (w1)
+      times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, w1, panels, h,
+                   longest_sum<T>(kPanel));
     if (gate)
-      times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, gate, panels, linear);
+      times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, gate, panels, linear,
+                   longest_sum<T>(kPanel));
 
     O* dp = static_cast<O*>(args.dp) + dp_at(args, s, feature);
     O* dg = args.gated ? static_cast<O*>(args.dg) + dp_at(args, s, feature) : nullptr;
@@ -186,8 +195,12 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
             load_preact<T>(stored ? stored + F + f : nullptr, nullptr, width, linear + in_panel);
           C* dp_row = place(dp + in_row, unrounded[0]);
           C* dg_row = args.gated ? place(dg + in_row, unrounded[1]) : nullptr;
-          differentiate<decltype(act)>(factors, dh + in_panel, h + in_panel,
-                                       args.gated ? linear + in_panel : nullptr, dp_row, dg_row);
+          if (args.gated)
+            differentiate<decltype(act), true>(factors, dh + in_panel, h + in_panel,
+                                               linear + in_panel, dp_row, dg_row);
+          else
+            differentiate<decltype(act), false>(factors, dh + in_panel, h + in_panel,
+                                                static_cast<const C*>(nullptr), dp_row, dg_row);
           as_left(dp_row, kPanel, dp + in_row);
           if (dg_row) as_left(dg_row, kPanel, dg + in_row);
         }
@@ -201,7 +214,7 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
       if (!sum) return;
       for (int64_t e = 0; e < E; e += kPanel)
         product(n, std::min(kPanel, E - e), k, d_t, t_ld, x_panels + e * args.block, kPanel,
-                static_cast<C*>(sum) + feature * E + e, E, accumulate);
+                static_cast<C*>(sum) + feature * E + e, E, accumulate, kLongestGradientSum);
     };
     if (args.dw1 || args.needs_db1) weights(dp, dp_t, args.dw1_sum);
     if (args.dgate) weights(dg, dg_t, args.dgate_sum);
@@ -218,8 +231,8 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
       for (int64_t i = 0; i < Eo; i += kFfnRowStep)
         product(std::min(kFfnRowStep, Eo - i), std::min(kPanel, n - p * kPanel), k,
                 static_cast<const O*>(args.dy_t) + i * args.dy_t_ld + s, args.dy_t_ld, right,
-                kPanel, static_cast<C*>(args.dw2_sum) + i * F + feature + p * kPanel, F,
-                accumulate);
+                kPanel, static_cast<C*>(args.dw2_sum) + i * F + feature + p * kPanel, F, accumulate,
+                kLongestGradientSum);
     }
   }
 }
@@ -234,7 +247,7 @@ void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, O* panel
       for (int64_t e = 0; e < E; e += kPanel)
         product(std::min(kFfnRowStep, end - r), std::min(kPanel, E - e), n,
                 static_cast<const O*>(d) + dp_at(args, r, f), args.dp_ld, panels + e * n, kPanel,
-                dx + r * E + e, E, accumulate);
+                dx + r * E + e, E, accumulate, kLongestGradientSum);
   };
   if (F == 0) std::fill(dx + begin * E, dx + end * E, C(0));
   for (int64_t f = 0; f < F; f += kFfnSumStep) {

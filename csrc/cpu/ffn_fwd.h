@@ -14,6 +14,7 @@ namespace tfm_kernels {
 struct FfnTiling {
   int64_t rows;      // per tile, a multiple of 16, at most kMaxTileRows
   int64_t tiles;     // ceil(M / rows)
+  int64_t panel;     // rows that lie side by side in a right operand, a multiple of 16
   int64_t chunk;     // hidden features at a time, a multiple of 16
   int64_t segments;  // parts of the hidden features that are summed apart: more than 1 only where
                      // tiles < threads
@@ -40,12 +41,13 @@ inline int64_t ffn_fwd_scratch(const FfnFwd& args) {
   const auto& tiling = args.tiling;
   // the hidden activation as an operand of bfloat16, or weights as they are widened
   const int64_t wide = args.bf16_tiles
-                           ? tiling.chunk * tiling.rows / 2
+                           ? tiling.chunk * tiling.panel / 2
                            : std::max<int64_t>(32768, 16 * std::max(args.E, tiling.chunk));
-  return (args.E + (args.gated ? 2 : 1) * tiling.chunk) * tiling.rows + wide;
+  return args.E * tiling.rows + (args.gated ? 2 : 1) * tiling.chunk * tiling.panel + wide;
 }
 
-// Task (tile, segment) leaves its share of y^T, (Eo, rows), in `partial`; the join of a tile adds
+// Task (tile, segment) leaves its share of y^T in `partial`, panels of (Eo, panel) one behind the
+// other, the last of which may be narrower; the join of a tile adds
 // the segments' shares of columns begin..end - 1 in order and stores y.
 TFM_DECLARE_KERNEL(void ffn_fwd(const FfnFwd& args, DType dtype, int64_t tile, int64_t segment,
                                 void* partial, void* scratch))

@@ -1,9 +1,9 @@
 // ffn_fwd, CPU: the kernels for tiles of rows. Implements FFN.1 to FFN.4 of tfm_kernels/ops/ffn.py.
 // Owns:    one task = a tile of 16 to 256 rows and a segment of the hidden features, taken in
 // chunks. Everything is held
-//          transposed, (features, rows): x^T and y^T of the tile, h^T of the chunk, so that the
-//          weights are the left operand as they lie in memory and are never packed, and the hidden
-//          activation never leaves L2.
+//          transposed, (features, rows), in panels of rows: x^T and y^T of the tile, h^T of a
+//          panel's chunk, so that the weights are the left operand as they lie in memory and are
+//          never packed, and the hidden activation never leaves L2.
 // Traffic: reads x (M*E), writes y (M*Eo) and preact (M*F) where asked; reads the weights once per
 // tile, from L3.
 //          4*M*E*F FLOPs, 6 with a gate.
@@ -17,52 +17,67 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
+// Calls body(first row of the tile, padded width, rows that there are) for each panel of a tile.
+template <typename Body>
+void for_panels(const FfnTiling& tiling, int64_t rows, Body body) {
+  for (int64_t p = 0; p < tiling.rows; p += tiling.panel) {
+    const int64_t width = std::min(tiling.panel, tiling.rows - p);
+    body(p, width, std::clamp<int64_t>(rows - p, 0, width));
+  }
+}
+
 template <typename T, typename O, typename C = compute_t<T>>
 void run_task(const FfnFwd& args, int64_t tile, int64_t segment, C* y, C* scratch) {
   const auto& tiling = args.tiling;
-  const int64_t E = args.E, F = args.F, Eo = args.Eo, ld = tiling.rows;
+  const int64_t E = args.E, F = args.F, Eo = args.Eo, hidden_size = tiling.chunk * tiling.panel;
   const int64_t row = tile * tiling.rows, rows = std::min(tiling.rows, args.M - row);
-  C *hidden = scratch + E * ld, *linear = args.gated ? hidden + tiling.chunk * ld : nullptr;
+  C *hidden = scratch + E * tiling.rows, *linear = args.gated ? hidden + hidden_size : nullptr;
   O* x = reinterpret_cast<O*>(scratch);
-  C* wide = hidden + (args.gated ? 2 : 1) * tiling.chunk * ld;
+  C* wide = hidden + (args.gated ? 2 : 1) * hidden_size;
   int64_t numbers[kMaxTileRows] = {};
   for (int64_t r = 0; r < rows; ++r)
     numbers[r] = args.dropout_rows ? args.dropout_rows[row + r] : row + r;
 
-  turn_right(static_cast<const T*>(args.x) + row * args.x_stride_m, args.x_stride_m, rows, E, x, ld,
-             ld);
+  for_panels(tiling, rows, [&](int64_t p, int64_t ld, int64_t real) {
+    turn_right(static_cast<const T*>(args.x) + (row + p) * args.x_stride_m, args.x_stride_m, real,
+               E, x + p * E, ld, ld);
+  });
   const int64_t chunks = (F + tiling.chunk - 1) / tiling.chunk;
   const int64_t first = chunks * segment / tiling.segments * tiling.chunk;
   const int64_t last = std::min(F, chunks * (segment + 1) / tiling.segments * tiling.chunk);
-  if (first >= last) std::fill(y, y + Eo * ld, C(0));
+  if (first >= last) std::fill(y, y + Eo * tiling.rows, C(0));
   for (int64_t f = first; f < last; f += tiling.chunk) {
     const int64_t n = std::min(tiling.chunk, last - f);
-    weights_product(n, ld, E, static_cast<const T*>(args.w1) + f * E, E, x, ld, hidden, ld, false,
-                    wide);
-    if (linear)
-      weights_product(n, ld, E, static_cast<const T*>(args.gate) + f * E, E, x, ld, linear, ld,
-                      false, wide);
-    activate<T>(args, row, rows, f, n, ld, hidden, linear);
-    if (args.dropout.active()) drop(args.dropout, numbers, f, n, ld, hidden);
-    weights_product(Eo, ld, n, static_cast<const T*>(args.w2) + f, F,
-                    as_right(hidden, n, ld, reinterpret_cast<O*>(wide)), ld, y, ld, f > first,
-                    wide);
+    for_panels(tiling, rows, [&](int64_t p, int64_t ld, int64_t real) {
+      weights_product(n, ld, E, static_cast<const T*>(args.w1) + f * E, E, x + p * E, ld, hidden,
+                      ld, false, wide);
+      if (linear)
+        weights_product(n, ld, E, static_cast<const T*>(args.gate) + f * E, E, x + p * E, ld,
+                        linear, ld, false, wide);
+      activate<T>(args, row + p, real, f, n, ld, hidden, linear);
+      if (args.dropout.active()) drop(args.dropout, numbers + p, f, n, ld, hidden);
+      weights_product(Eo, ld, n, static_cast<const T*>(args.w2) + f, F,
+                      as_right(hidden, n, ld, reinterpret_cast<O*>(wide)), ld, y + p * Eo, ld,
+                      f > first, wide);
+    });
   }
 }
 
 template <typename T, typename C = compute_t<T>>
 void join(const FfnFwd& args, int64_t tile, int64_t begin, int64_t end, C* partials) {
-  const int64_t ld = args.tiling.rows, Eo = args.Eo;
-  const int64_t row = tile * ld, rows = std::min(ld, args.M - row);
-  C* sum = partials + begin * ld;
-  for (int64_t segment = 1; segment < args.tiling.segments; ++segment) {
-    const C* part = sum + segment * Eo * ld;
-#pragma omp simd
-    for (int64_t j = 0; j < (end - begin) * ld; ++j) sum[j] += part[j];
-  }
+  const auto& tiling = args.tiling;
+  const int64_t Eo = args.Eo, row = tile * tiling.rows;
   const T* bias = args.b2 ? static_cast<const T*>(args.b2) + begin : nullptr;
-  transpose_narrow(sum, ld, rows, end - begin, bias, static_cast<T*>(args.y) + row * Eo + begin,
-                   Eo);
+  for_panels(tiling, args.M - row, [&](int64_t p, int64_t ld, int64_t real) {
+    C* sum = partials + p * Eo + begin * ld;
+    for (int64_t segment = 1; segment < tiling.segments; ++segment) {
+      const C* part = sum + segment * Eo * tiling.rows;
+#pragma omp simd
+      for (int64_t j = 0; j < (end - begin) * ld; ++j) sum[j] += part[j];
+    }
+    transpose_narrow(sum, ld, real, end - begin, bias,
+                     static_cast<T*>(args.y) + (row + p) * Eo + begin, Eo);
+  });
 }
 
 }  // namespace

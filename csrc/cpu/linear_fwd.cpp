@@ -42,7 +42,8 @@ void tile_features(const LinearFwd& args, int64_t row, int64_t rows, int64_t beg
   few_rows_strips(begin, end, rows, static_cast<const bf16_t*>(args.bias),
                   static_cast<bf16_t*>(args.y) + row * args.N, args.N, room,
                   [&](int64_t f, int64_t n) {
-                    product(n, ld, args.K, weight + f * w_ld, w_ld, x, ld, room, ld, false);
+                    product(n, ld, args.K, weight + f * w_ld, w_ld, x, ld, room, ld, false,
+                            longest_sum<bf16_t>(ld));
                   });
 }
 

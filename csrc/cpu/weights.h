@@ -8,23 +8,28 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// The longest sum that one matrix tile forms: longer ones would push its B operand (64 columns) out
-// of L2 or, where vectors of 8 go over 16 columns at a time, these out of L1 (512 x 128 x 768 on a
-// Zen 3: 45 GFLOP/s whole, 55 to 65 by 256). Over few columns, where the BLAS forms a dot product
-// of many partial sums, short ones keep up with its precision and cost nothing beside reading A.
-inline int64_t longest_sum(int64_t n) {
-  if (n <= 16) return 128;
-  return Vec::size() < 16 ? 256 : 1024;
+// The longest sum that one matrix tile of weights of type T forms over n columns; forward and the
+// backward's recompute agree on it. Longer ones would push the tile's B operand (64 columns) out of
+// L2 or, where vectors hold 8 numbers, 16 columns of it, which lie 64 apart, out of L1; float32
+// there lies 32 apart. Over few columns, where the BLAS forms a dot product of many partial sums,
+// short ones keep up with its precision and cost nothing beside reading A.
+template <typename T>
+int64_t longest_sum(int64_t n) {
+  if (Vec::size() < 16) return std::is_same_v<T, float> ? 1024 : 128;
+  return n <= 16 ? 128 : 1024;
 }
 
+// The same in the products of gradients, which go over kPanel columns.
+constexpr int64_t kLongestGradientSum = Vec::size() < 16 ? 128 : 1024;
+
 // C (m, n) = A (m, k) B (k, n), or += where `accumulate`; B a right operand as operand.h has it, k
-// even where it is bfloat16. Sums of longest_sum(n) products are formed apart.
+// even where it is bfloat16. Sums of `longest` products are formed apart.
 template <typename O, typename C>
 void product(int64_t m, int64_t n, int64_t k, const O* a, int64_t lda, const O* b, int64_t ldb,
-             C* c, int64_t ldc, bool accumulate) {
+             C* c, int64_t ldc, bool accumulate, int64_t longest) {
   int64_t begin = 0;
   do {
-    const int64_t length = std::min(k - begin, longest_sum(n));
+    const int64_t length = std::min(k - begin, longest);
     gemm_tile(m, n, length, a + begin, lda, b + begin * ldb, ldb, c, ldc, accumulate || begin > 0);
     begin += length;
   } while (begin < k);
@@ -42,13 +47,13 @@ template <typename T, typename O, typename C = compute_t<T>>
 void weights_product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const O* b,
                      int64_t ldb, C* c, int64_t ldc, bool accumulate, [[maybe_unused]] C* wide) {
   if constexpr (std::is_same_v<T, O>) {
-    product(m, n, k, a, lda, b, ldb, c, ldc, accumulate);
+    product(m, n, k, a, lda, b, ldb, c, ldc, accumulate, longest_sum<T>(n));
   } else {
     const int64_t step = widened_rows(k);
     for (int64_t i = 0; i < m; i += step) {
       const int64_t rows = std::min(step, m - i);
       for (int64_t r = 0; r < rows; ++r) widen(a + (i + r) * lda, k, wide + r * k);
-      product(rows, n, k, wide, k, b, ldb, c + i * ldc, ldc, accumulate);
+      product(rows, n, k, wide, k, b, ldb, c + i * ldc, ldc, accumulate, longest_sum<T>(n));
     }
   }
 }
