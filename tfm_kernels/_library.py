@@ -39,6 +39,8 @@ _CUDA = ("_cuda", "the CUDA extension", " where nvcc is")
 cuda_extension, cuda_missing = _load(*_CUDA)
 # whether the CPU kernels multiply bfloat16 as it is stored (AMX, AVX512_BF16)
 bf16_tiles: bool = cpu_extension is not None and cpu_extension.build_info()["bf16_tiles"]
+# whether the CPU kernels run by AVX2, as torch does: vectors of 8 numbers, 16 bits emulated
+avx2: bool = cpu_extension is not None and torch.backends.cpu.get_cpu_capability() == "AVX2"
 _missing: dict[str, str | None] = {}  # filled by declare(): compiled code may read it, but not ask the dispatcher
 
 

@@ -9,7 +9,7 @@
 #include <tuple>
 
 #include "ffn.h"
-#include "operand.h"
+#include "weights.h"
 
 namespace tfm_kernels {
 namespace {
@@ -18,18 +18,14 @@ namespace {
 // 256 where bfloat16 tiles are so fast that reading the weights counts (128: 15 % less, one core of
 // a 2.6 GHz Xeon with AMX), spread evenly over the threads. Features: up to 512 (256: 3 % less, 64:
 // 15 %). Segments: only where there are fewer tiles than threads, since their shares of y cost
-// memory and a second pass. Panels: the whole tile, but where vectors hold 8 numbers 32 rows (512 x
-// 128 x 768 on one core of a Zen 3: 55 GFLOP/s whole, 67 by 64, 92 by 32 and by 16), 64 where
-// weights are widened for each.
+// memory and a second pass.
 FfnTiling pick_tiling(int64_t M, int64_t F, DType dtype, bool bf16_tiles, int64_t threads) {
   FfnTiling tiling{};
   int64_t tiles = ceil_div(M, bf16_tiles ? kMaxTileRows : kMaxTileRows / 2);
   if (tiles >= threads) tiles = round_up(tiles, threads);
   tiling.rows = round_up(ceil_div(M, tiles), 16);
   tiling.tiles = ceil_div(M, tiling.rows);
-  tiling.panel = tiling.rows;
-  if (isa() == Isa::avx2)
-    tiling.panel = std::min<int64_t>(tiling.rows, dtype == DType::f32 ? 32 : kPanel);
+  tiling.panel = panel_rows(tiling.rows, dtype);
   tiling.segments =
       std::clamp<int64_t>(threads / tiling.tiles, 1, std::max<int64_t>(1, ceil_div(F, 64)));
   const int64_t parts = tiling.segments * ceil_div(F, 512 * tiling.segments);

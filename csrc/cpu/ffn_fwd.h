@@ -34,8 +34,6 @@ struct FfnFwd {
   void* hidden;
 };
 
-constexpr int64_t kMaxTileRows = 256;
-
 // Elements of working memory that one task needs.
 inline int64_t ffn_fwd_scratch(const FfnFwd& args) {
   const auto& tiling = args.tiling;

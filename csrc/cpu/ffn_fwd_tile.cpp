@@ -50,15 +50,15 @@ void run_task(const FfnFwd& args, int64_t tile, int64_t segment, C* y, C* scratc
     const int64_t n = std::min(tiling.chunk, last - f);
     for_panels(tiling, rows, [&](int64_t p, int64_t ld, int64_t real) {
       weights_product(n, ld, E, static_cast<const T*>(args.w1) + f * E, E, x + p * E, ld, hidden,
-                      ld, false, wide);
+                      ld, false, wide, longest_sum<T>(ld));
       if (linear)
         weights_product(n, ld, E, static_cast<const T*>(args.gate) + f * E, E, x + p * E, ld,
-                        linear, ld, false, wide);
+                        linear, ld, false, wide, longest_sum<T>(ld));
       activate<T>(args, row + p, real, f, n, ld, hidden, linear);
       if (args.dropout.active()) drop(args.dropout, numbers + p, f, n, ld, hidden);
       weights_product(Eo, ld, n, static_cast<const T*>(args.w2) + f, F,
                       as_right(hidden, n, ld, reinterpret_cast<O*>(wide)), ld, y + p * Eo, ld,
-                      f > first, wide);
+                      f > first, wide, longest_sum<T>(ld));
     });
   }
 }

@@ -1,9 +1,11 @@
 // linear_fwd, CPU. Implements LINEAR.1 of tfm_kernels/ops/linear.py.
-// Owns:    one task = a range of features of y, for up to 32 rows at a time.
-// Traffic: reads the weights once for 32 rows, from L3 or memory, which is what it costs; x and y
-// stay in cache. 2*M*K*N FLOPs.
-// Limits:  none, but many rows belong to a matrix library. Sums in float32, in float64 for float64;
-// bfloat16 products where the CPU has them.
+// Owns:    one task = a range of features of y, for up to 32 rows at a time; with more rows a tile
+// of
+//          them and up to 512 features, held transposed, (features, rows), as in ffn_fwd_tile.cpp.
+// Traffic: reads the weights once for 32 rows, from L3 or memory, which is what it costs there; x
+// and y stay in cache. With more rows once a tile. 2*M*K*N FLOPs.
+// Limits:  none. Sums in float32, in float64 for float64; bfloat16 products where the CPU has them,
+// for 32 rows at a time.
 // Source:  own work.
 #include "few_rows.h"
 #include "isa.h"
@@ -16,6 +18,8 @@ struct LinearFwd {
   void* y;                        // contiguous
   int64_t x_stride_m, weight_stride_n, M, K, N;
   bool bf16_tiles;  // bfloat16 is multiplied as it is stored
+  // Many rows: those of a tile and of a panel of it, multiples of 16, and features at a time.
+  int64_t tile, panel, chunk;
 };
 
 // Elements of working memory that a task needs.
@@ -27,8 +31,35 @@ inline int64_t linear_fwd_scratch(const LinearFwd& args) {
 TFM_DECLARE_KERNEL(void linear_fwd(const LinearFwd& args, DType dtype, int64_t row, int64_t rows,
                                    int64_t begin, int64_t end, void* scratch))
 
+// The tile of rows that begins at `row`, features begin..end - 1.
+TFM_DECLARE_KERNEL(void linear_fwd_tile(const LinearFwd& args, DType dtype, int64_t row,
+                                        int64_t begin, int64_t end, void* scratch))
+
+// Elements of working memory that this takes: x^T and y^T of a panel, weights as they are widened.
+inline int64_t linear_fwd_tile_scratch(const LinearFwd& args) {
+  return (args.K + args.chunk) * args.panel + std::max<int64_t>(32768, 16 * args.K);
+}
+
 inline namespace CPU_CAPABILITY {
 namespace {
+
+template <typename T, typename C = compute_t<T>>
+void tile(const LinearFwd& args, int64_t row, int64_t begin, int64_t end, C* x) {
+  const int64_t K = args.K, N = args.N, w_ld = args.weight_stride_n;
+  C *y = x + K * args.panel, *wide = y + args.chunk * args.panel;
+  const T* bias = args.bias ? static_cast<const T*>(args.bias) + begin : nullptr;
+  // one sum of 1024 products is less exact than a BLAS, and nothing else here hides it
+  const int64_t longest = std::min<int64_t>(256, longest_sum<T>(args.panel));
+  for (int64_t p = 0; p < args.tile && row + p < args.M; p += args.panel) {
+    const int64_t ld = std::min(args.panel, args.tile - p), real = std::min(ld, args.M - row - p);
+    turn_right(static_cast<const T*>(args.x) + (row + p) * args.x_stride_m, args.x_stride_m, real,
+               K, x, ld, ld);
+    weights_product(end - begin, ld, K, static_cast<const T*>(args.weight) + begin * w_ld, w_ld, x,
+                    ld, y, ld, false, wide, longest);
+    transpose_narrow(y, ld, real, end - begin, bias,
+                     static_cast<T*>(args.y) + (row + p) * N + begin, N);
+  }
+}
 
 // Features begin..end - 1 of few rows of y, by tiles of bfloat16.
 void tile_features(const LinearFwd& args, int64_t row, int64_t rows, int64_t begin, int64_t end,
@@ -66,6 +97,14 @@ void linear_fwd(const LinearFwd& args, DType dtype, int64_t row, int64_t rows, i
   });
 }
 
+void linear_fwd_tile(const LinearFwd& args, DType dtype, int64_t row, int64_t begin, int64_t end,
+                     void* scratch) {
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    tile<T>(args, row, begin, end, static_cast<compute_t<T>*>(scratch));
+  });
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace tfm_kernels
 
@@ -77,6 +116,29 @@ void linear_fwd(const LinearFwd& args, DType dtype, int64_t row, int64_t rows, i
 
 namespace tfm_kernels {
 namespace {
+
+// Tiles and panels of rows as ffn_fwd takes them; fewer features at a time where there would be
+// less to do than threads.
+void run_tiles(LinearFwd& args, DType dtype, const at::Tensor& x) {
+  const int64_t threads = at::get_num_threads(), tiles = ceil_div(args.M, kMaxTileRows / 2);
+  args.tile = round_up(ceil_div(args.M, tiles), 16);
+  args.panel = panel_rows(args.tile, dtype);
+  args.chunk = std::min<int64_t>(512, round_up(ceil_div(args.N, ceil_div(threads, tiles)), 16));
+  const int64_t strips = ceil_div(args.N, std::max<int64_t>(args.chunk, 1));
+  const int64_t tasks = tiles * strips, workers = std::min(tasks, threads);
+  const int64_t room = linear_fwd_tile_scratch(args);
+  const Workspace workspace(x, workers * room, 0);
+  at::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
+    for (int64_t worker = first; worker < last; ++worker)
+      for (int64_t task = tasks * worker / workers; task < tasks * (worker + 1) / workers; ++task) {
+        const int64_t begin = task % strips * args.chunk;
+        TFM_KERNEL(linear_fwd_tile)(args, dtype, task / strips * args.tile, begin,
+                                    std::min(args.N, begin + args.chunk),
+                                    workspace.first(worker * room));
+      }
+    gemm_release();
+  });
+}
 
 at::Tensor linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
                           const OptionalTensor& bias) {
@@ -103,6 +165,10 @@ at::Tensor linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
   args.N = N;
   const DType dtype = dtype_of(x.scalar_type());
   args.bf16_tiles = takes_bf16_tiles(dtype, {K, args.x_stride_m});
+  if (M > kFewRows && !args.bf16_tiles) {
+    run_tiles(args, dtype, x);
+    return y;
+  }
   const int64_t workers = at::get_num_threads(), room = linear_fwd_scratch(args);
   const Workspace workspace(x, workers * room, 0);
   for_strips(N, workers, [&](int64_t begin, int64_t end, int64_t worker) {

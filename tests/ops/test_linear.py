@@ -7,13 +7,14 @@ import torch
 
 import tfm_kernels as tfk
 from tests.threads import on_threads
+from tfm_kernels import _library
 from tfm_kernels.testing import ContractError, assert_contract, invariance, judge
 
 BACKENDS = ["reference", "aten", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # rows, width, features: tails of every tile, more than one block of rows, sums in more than one part
 SIZES = [(1, 1, 1), (2, 17, 3), (4, 1040, 5), (7, 300, 33), (8, 64, 200), (9, 70, 13), (16, 600, 97), (31, 33, 24)]
-SIZES += [(32, 128, 260), (33, 40, 40), (70, 9, 12)]
+SIZES += [(32, 128, 260), (33, 40, 40), (70, 9, 12), (150, 140, 530), (270, 1040, 20)]
 
 
 def layer(rows, width, out, dtype=torch.float32, bias=True):
@@ -74,7 +75,7 @@ def test_one_vector_is_a_row():
     assert torch.equal(y, tfk.ops.linear(**given, backend="cpu")[0])
 
 
-@pytest.mark.parametrize("rows", [3, 8, 9, 32, 40])
+@pytest.mark.parametrize("rows", [3, 8, 9, 32, 40, 260])
 def test_does_not_depend_on_threads(rows):
     given, found = layer(rows, 70, 530), []
     for threads in (1, 2, 5):
@@ -84,7 +85,7 @@ def test_does_not_depend_on_threads(rows):
 
 
 def test_what_is_not_finite_stays_in_its_row():
-    for rows in (5, 17):
+    for rows in (5, 17, 45, 140):
         given = layer(rows, 20, 36)
         clean = tfk.ops.linear(**given, backend="cpu")
         given["x"][rows - 1, 7] = math.nan
@@ -104,13 +105,20 @@ def test_gradients_are_refused_by_name_and_left_to_pytorch_otherwise():
         assert "-> cpu" in tfk.explain("linear", **given)
 
 
-def test_few_rows_are_chosen():
-    for dtype, rows, name in (
-        (torch.float32, 3, "aten"), (torch.float32, 4, "cpu"), (torch.float32, 32, "cpu"), (torch.float32, 33, "aten"),
-        (torch.float16, 1, "cpu"), (torch.float16, 16, "cpu"), (torch.float16, 17, "aten"),
-        (torch.bfloat16, 8, "cpu"), (torch.bfloat16, 65, "aten"), (torch.float64, 8, "aten"),
-    ):  # fmt: skip
-        assert f"-> {name}" in tfk.explain("linear", torch.ones(rows, 8, dtype=dtype), torch.ones(4, 8, dtype=dtype))
+CHOICES = [
+    (torch.float32, 3, "aten", "aten"), (torch.float32, 4, "cpu", "cpu"), (torch.float32, 32, "cpu", "cpu"),
+    (torch.float32, 33, "aten", "cpu"), (torch.float16, 1, "cpu", "cpu"), (torch.float16, 16, "cpu", "cpu"),
+    (torch.float16, 17, "aten", "cpu"), (torch.bfloat16, 8, "cpu", "cpu"), (torch.bfloat16, 65, "aten", "cpu"),
+    (torch.float64, 8, "aten", "aten"), (torch.float32, 0, "aten", "aten"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("avx2", [False, True])
+def test_few_rows_are_chosen_and_where_vectors_are_short_many(avx2, monkeypatch):
+    monkeypatch.setattr(_library, "avx2", avx2)
+    for dtype, rows, *names in CHOICES:
+        x, weight = torch.ones(rows, 8, dtype=dtype), torch.ones(4, 8, dtype=dtype)
+        assert f"-> {names[avx2]}" in tfk.explain("linear", x, weight)
 
 
 def test_opcheck():

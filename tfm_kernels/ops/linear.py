@@ -2,8 +2,8 @@
 
     y = x w^T + b                                                                            (LINEAR.1)
 
-Many rows belong to a matrix library, and so do gradients. What a product of few rows costs is reading the weights; the
-cpu backend reads them once, in the order they lie.
+Gradients belong to a matrix library, and so do many rows but where vectors are short. What a product of few rows costs
+is reading the weights; the cpu backend reads them once, in the order they lie.
 """
 
 from __future__ import annotations
@@ -44,12 +44,19 @@ SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cp
 # Rows at which cpu is faster than aten, with the weights in L2 or not (256-256 to 256-8000 and 1024-1024, 2.6 GHz Xeon
 # with AMX and AVX512_FP16): float32 0.9 to 2.0, float16 1.0 to 3.9, bfloat16 1.2 to 3.0 in tiles, 1.2 to 4.8 without.
 _FEW = {torch.float32: range(4, 33), torch.float16: range(1, 17), torch.bfloat16: range(1, 65)}
+# The same for processors with AVX2 and no AVX-512 (33 to 4096 rows, 384-384 to 256-8000, Zen 3): float32 1.0 to 1.45,
+# bfloat16, which PyTorch emulates there, 4 to 7.
+_FROM_WITH_AVX2 = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 1}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
-    few = call.device == "cpu" and call.rows in _FEW.get(call.dtype, ()) and not torch.compiler.is_compiling()
-    return ("cpu", "aten", "reference") if few else ("aten", "reference")
+    faster = call.rows in _FEW.get(call.dtype, ())
+    if _library.avx2:
+        faster = call.rows >= _FROM_WITH_AVX2.get(call.dtype, math.inf)
+    if call.device != "cpu" or not faster or torch.compiler.is_compiling():
+        return ("aten", "reference")
+    return ("cpu", "aten", "reference")
 
 
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
@@ -101,7 +108,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
         BackendError: ``backend`` was named and cannot run this call; "cpu" computes no gradients.
 
     Numerics: sums in float32 (float64 for float64), rounded once. Deterministic.
-    Cost: 2 M K N FLOPs; M = product of the leading dimensions. The cpu backend reads the weights once for 32 rows.
+    Cost: 2 M K N FLOPs; M = product of the leading dimensions. The cpu backend reads the weights once for 32 rows;
+        where there are more, once for 128.
 
     Example:
         >>> linear(torch.randn(2, 1, 8), torch.randn(3, 8)).shape

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import _check
+from .. import _backend, _check, _library, ops
 from . import frozen, onednn
 
 _WIDEN_ROWS = 16  # below, widening the weights costs more than it gains
@@ -26,6 +26,8 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
         return F.linear(x, weight, bias)
     rows = x.numel() // max(x.shape[-1], 1)
     if x.dtype == torch.float32 and onednn.AVAILABLE and not torch.compiler.is_compiling() and _alone(x, weight, bias):
+        if _library.avx2 and _backend.offers("linear"):
+            return ops.linear(x, weight, bias)
         if rows >= _ONEDNN_ROWS:  # it adds the bias as it stores, where F.linear takes a pass of its own for it
             return onednn.product(x, weight, bias)
     elif (
