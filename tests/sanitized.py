@@ -21,9 +21,11 @@ def main() -> None:
         run_case(case, "cpu")
         count += 1
     with torch.no_grad():
-        for rows in (1, 8, 9, 33):
-            tfk.ops.linear(torch.randn(rows, 70), torch.randn(37, 70), torch.randn(37), backend="cpu")
-            count += 1
+        for rows in (1, 8, 9, 33, 300):
+            for dtype in (torch.float32, torch.bfloat16):
+                x, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((rows, 70), (537, 70), (537,)))
+                tfk.ops.linear(x, weight, bias, backend="cpu")
+                count += 1
     print(f"{count} passed, 0 failed")
 
 
