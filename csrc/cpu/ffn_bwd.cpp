@@ -76,17 +76,6 @@ struct Memory {
   }
 };
 
-// Calls body(task, worker) for each task; a worker is one thread's place in the working memory.
-template <typename Body>
-void for_tasks(int64_t tasks, int64_t workers, Body body) {
-  at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t worker = begin; worker < end; ++worker)
-      for (int64_t task = tasks * worker / workers; task < tasks * (worker + 1) / workers; ++task)
-        body(task, worker);
-    gemm_release();
-  });
-}
-
 void run(FfnBwd& args, DType dtype, bool wide, const at::TensorOptions& options) {
   const int64_t threads = at::get_num_threads(), room = ffn_bwd_scratch(args);
   const int64_t chunks = ceil_div(args.F, args.chunk);

@@ -174,6 +174,8 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
     };
     std::fill(factors, factors + kPanel, C(1));
     for_activation(args.activation, [&](auto act) {
+      using Act = decltype(act);
+      const auto step = args.gated ? differentiate<Act, true, C> : differentiate<Act, false, C>;
       for (int64_t r = 0; r < m; ++r) {
         const int64_t at = row + s + r, number = args.dropout_rows ? args.dropout_rows[at] : at;
         const T* stored = static_cast<const T*>(args.preact);
@@ -195,12 +197,8 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
             load_preact<T>(stored ? stored + F + f : nullptr, nullptr, width, linear + in_panel);
           C* dp_row = place(dp + in_row, unrounded[0]);
           C* dg_row = args.gated ? place(dg + in_row, unrounded[1]) : nullptr;
-          if (args.gated)
-            differentiate<decltype(act), true>(factors, dh + in_panel, h + in_panel,
-                                               linear + in_panel, dp_row, dg_row);
-          else
-            differentiate<decltype(act), false>(factors, dh + in_panel, h + in_panel,
-                                                static_cast<const C*>(nullptr), dp_row, dg_row);
+          step(factors, dh + in_panel, h + in_panel, args.gated ? linear + in_panel : nullptr,
+               dp_row, dg_row);
           as_left(dp_row, kPanel, dp + in_row);
           if (dg_row) as_left(dg_row, kPanel, dg + in_row);
         }

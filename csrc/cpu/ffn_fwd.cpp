@@ -43,16 +43,11 @@ void run_tiles(FfnFwd& args, DType dtype, const at::Tensor& x) {
   const bool joined =
       tiling.segments == 1;  // then a task's share is the whole, and its own to store
   const Workspace workspace(x, (joined ? workers : tasks) * share, workers * room);
-  at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t worker = begin; worker < end; ++worker) {
-      for (int64_t task = tasks * worker / workers; task < tasks * (worker + 1) / workers; ++task) {
-        const int64_t tile = task / tiling.segments, segment = task % tiling.segments;
-        void* partial = workspace.first((joined ? worker : task) * share);
-        TFM_KERNEL(ffn_fwd)(args, dtype, tile, segment, partial, workspace.second(worker * room));
-        if (joined) TFM_KERNEL(ffn_fwd_join)(args, dtype, tile, 0, Eo, partial);
-      }
-    }
-    gemm_release();
+  for_tasks(tasks, workers, [&](int64_t task, int64_t worker) {
+    const int64_t tile = task / tiling.segments, segment = task % tiling.segments;
+    void* partial = workspace.first((joined ? worker : task) * share);
+    TFM_KERNEL(ffn_fwd)(args, dtype, tile, segment, partial, workspace.second(worker * room));
+    if (joined) TFM_KERNEL(ffn_fwd_join)(args, dtype, tile, 0, Eo, partial);
   });
   if (!joined) {
     const int64_t strips = ceil_div(Eo, 64);

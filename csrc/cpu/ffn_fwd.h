@@ -45,8 +45,8 @@ inline int64_t ffn_fwd_scratch(const FfnFwd& args) {
 }
 
 // Task (tile, segment) leaves its share of y^T in `partial`, panels of (Eo, panel) one behind the
-// other, the last of which may be narrower; the join of a tile adds
-// the segments' shares of columns begin..end - 1 in order and stores y.
+// other, the last of which may be narrower; the join of a tile adds the segments' shares of columns
+// begin..end - 1 in order and stores y.
 TFM_DECLARE_KERNEL(void ffn_fwd(const FfnFwd& args, DType dtype, int64_t tile, int64_t segment,
                                 void* partial, void* scratch))
 TFM_DECLARE_KERNEL(void ffn_fwd_join(const FfnFwd& args, DType dtype, int64_t tile, int64_t begin,

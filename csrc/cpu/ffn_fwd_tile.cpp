@@ -17,15 +17,6 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// Calls body(first row of the tile, padded width, rows that there are) for each panel of a tile.
-template <typename Body>
-void for_panels(const FfnTiling& tiling, int64_t rows, Body body) {
-  for (int64_t p = 0; p < tiling.rows; p += tiling.panel) {
-    const int64_t width = std::min(tiling.panel, tiling.rows - p);
-    body(p, width, std::clamp<int64_t>(rows - p, 0, width));
-  }
-}
-
 template <typename T, typename O, typename C = compute_t<T>>
 void run_task(const FfnFwd& args, int64_t tile, int64_t segment, C* y, C* scratch) {
   const auto& tiling = args.tiling;
@@ -38,7 +29,7 @@ void run_task(const FfnFwd& args, int64_t tile, int64_t segment, C* y, C* scratc
   for (int64_t r = 0; r < rows; ++r)
     numbers[r] = args.dropout_rows ? args.dropout_rows[row + r] : row + r;
 
-  for_panels(tiling, rows, [&](int64_t p, int64_t ld, int64_t real) {
+  for_panels(tiling.rows, tiling.panel, rows, [&](int64_t p, int64_t ld, int64_t real) {
     turn_right(static_cast<const T*>(args.x) + (row + p) * args.x_stride_m, args.x_stride_m, real,
                E, x + p * E, ld, ld);
   });
@@ -48,7 +39,7 @@ void run_task(const FfnFwd& args, int64_t tile, int64_t segment, C* y, C* scratc
   if (first >= last) std::fill(y, y + Eo * tiling.rows, C(0));
   for (int64_t f = first; f < last; f += tiling.chunk) {
     const int64_t n = std::min(tiling.chunk, last - f);
-    for_panels(tiling, rows, [&](int64_t p, int64_t ld, int64_t real) {
+    for_panels(tiling.rows, tiling.panel, rows, [&](int64_t p, int64_t ld, int64_t real) {
       weights_product(n, ld, E, static_cast<const T*>(args.w1) + f * E, E, x + p * E, ld, hidden,
                       ld, false, wide, longest_sum<T>(ld));
       if (linear)
@@ -68,7 +59,7 @@ void join(const FfnFwd& args, int64_t tile, int64_t begin, int64_t end, C* parti
   const auto& tiling = args.tiling;
   const int64_t Eo = args.Eo, row = tile * tiling.rows;
   const T* bias = args.b2 ? static_cast<const T*>(args.b2) + begin : nullptr;
-  for_panels(tiling, args.M - row, [&](int64_t p, int64_t ld, int64_t real) {
+  for_panels(tiling.rows, tiling.panel, args.M - row, [&](int64_t p, int64_t ld, int64_t real) {
     C* sum = partials + p * Eo + begin * ld;
     for (int64_t segment = 1; segment < tiling.segments; ++segment) {
       const C* part = sum + segment * Eo * tiling.rows;

@@ -50,15 +50,14 @@ void tile(const LinearFwd& args, int64_t row, int64_t begin, int64_t end, C* x) 
   const T* bias = args.bias ? static_cast<const T*>(args.bias) + begin : nullptr;
   // one sum of 1024 products is less exact than a BLAS, and nothing else here hides it
   const int64_t longest = std::min<int64_t>(256, longest_sum<T>(args.panel));
-  for (int64_t p = 0; p < args.tile && row + p < args.M; p += args.panel) {
-    const int64_t ld = std::min(args.panel, args.tile - p), real = std::min(ld, args.M - row - p);
+  for_panels(args.tile, args.panel, args.M - row, [&](int64_t p, int64_t ld, int64_t real) {
     turn_right(static_cast<const T*>(args.x) + (row + p) * args.x_stride_m, args.x_stride_m, real,
                K, x, ld, ld);
     weights_product(end - begin, ld, K, static_cast<const T*>(args.weight) + begin * w_ld, w_ld, x,
                     ld, y, ld, false, wide, longest);
     transpose_narrow(y, ld, real, end - begin, bias,
                      static_cast<T*>(args.y) + (row + p) * N + begin, N);
-  }
+  });
 }
 
 // Features begin..end - 1 of few rows of y, by tiles of bfloat16.
@@ -128,15 +127,11 @@ void run_tiles(LinearFwd& args, DType dtype, const at::Tensor& x) {
   const int64_t tasks = tiles * strips, workers = std::min(tasks, threads);
   const int64_t room = linear_fwd_tile_scratch(args);
   const Workspace workspace(x, workers * room, 0);
-  at::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
-    for (int64_t worker = first; worker < last; ++worker)
-      for (int64_t task = tasks * worker / workers; task < tasks * (worker + 1) / workers; ++task) {
-        const int64_t begin = task % strips * args.chunk;
-        TFM_KERNEL(linear_fwd_tile)(args, dtype, task / strips * args.tile, begin,
-                                    std::min(args.N, begin + args.chunk),
-                                    workspace.first(worker * room));
-      }
-    gemm_release();
+  for_tasks(tasks, workers, [&](int64_t task, int64_t worker) {
+    const int64_t begin = task % strips * args.chunk;
+    TFM_KERNEL(linear_fwd_tile)
+    (args, dtype, task / strips * args.tile, begin, std::min(args.N, begin + args.chunk),
+     workspace.first(worker * room));
   });
 }
 

@@ -49,6 +49,17 @@ struct Workspace {
   void* second(int64_t element) const { return middle + element * item; }
 };
 
+// Calls body(task, worker) for each task; a worker is one thread's place in the working memory.
+template <typename Body>
+void for_tasks(int64_t tasks, int64_t workers, Body body) {
+  at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker)
+      for (int64_t task = tasks * worker / workers; task < tasks * (worker + 1) / workers; ++task)
+        body(task, worker);
+    gemm_release();
+  });
+}
+
 // Calls body(begin, end, worker) for every worker's share of `features`, in multiples of 16.
 template <typename Body>
 void for_strips(int64_t features, int64_t workers, Body body) {

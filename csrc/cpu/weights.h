@@ -20,6 +20,16 @@ inline int64_t panel_rows(int64_t tile, DType dtype) {
 inline namespace CPU_CAPABILITY {
 namespace {
 
+// Calls body(first row, width, rows that there are) for each panel of a tile that holds some of its
+// `rows` rows.
+template <typename Body>
+void for_panels(int64_t tile, int64_t panel, int64_t rows, Body body) {
+  for (int64_t p = 0; p < std::min(tile, rows); p += panel) {
+    const int64_t width = std::min(panel, tile - p);
+    body(p, width, std::min(width, rows - p));
+  }
+}
+
 // The longest sum that one matrix tile of weights of type T forms over n columns; forward and the
 // backward's recompute agree on it. Longer ones would push the tile's B operand (64 columns) out of
 // L2 or, where vectors hold 8 numbers, 16 columns of it, which lie 64 apart, out of L1; float32
