@@ -156,8 +156,10 @@ def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's
 # float32 0.97 at 8 queries, 0.95 at 32, 1.1 to 1.3 from 48; in training 0.7 at 16, 0.8 at 32, 0.9 at 64 and 96, 1.04
 # at 128. bfloat16 0.7 to 1.2 below 128 queries and 1.1 to 1.2 at 512; in training 3 to 5 everywhere. float64, which is
 # there to check gradients, has no tiles: 0.5 at 256.
-_QUERIES_FROM = {(torch.float32, False): 32, (torch.float32, True): 128}
-_QUERIES_FROM |= {(torch.float64, training): LONGEST for training in (False, True)}
+_QUERIES_FROM = {
+    (torch.float32, False): 32, (torch.float32, True): 128,
+    (torch.float64, False): LONGEST, (torch.float64, True): LONGEST,
+}  # fmt: skip
 _QUERIES_FROM_WITH_TILES = {(torch.bfloat16, False): 128, **_QUERIES_FROM}
 
 

@@ -46,17 +46,14 @@ SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cp
 _FEW = {torch.float32: range(4, 33), torch.float16: range(1, 17), torch.bfloat16: range(1, 65)}
 # The same for processors with AVX2 and no AVX-512 (33 to 4096 rows, 384-384 to 256-8000, Zen 3): float32 0.95 to 1.45,
 # bfloat16, which PyTorch emulates there, 4 to 7.
-_FROM_WITH_AVX2 = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 1}
+_FEW_OR_MANY = {torch.float32: range(4, 1 << 62), torch.float16: range(1, 1 << 62), torch.bfloat16: range(1, 1 << 62)}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
-    faster = call.rows in _FEW.get(call.dtype, ())
-    if _library.avx2:
-        faster = call.rows >= _FROM_WITH_AVX2.get(call.dtype, math.inf)
-    if call.device != "cpu" or not faster or torch.compiler.is_compiling():
-        return ("aten", "reference")
-    return ("cpu", "aten", "reference")
+    rows = (_FEW_OR_MANY if _library.avx2 else _FEW).get(call.dtype, ())
+    faster = call.device == "cpu" and call.rows in rows and not torch.compiler.is_compiling()
+    return ("cpu", "aten", "reference") if faster else ("aten", "reference")
 
 
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
