@@ -1,4 +1,4 @@
-"""setup.py: which extensions it makes of what is there, and for which GPUs. Nothing is compiled."""
+"""setup.py: which extensions it makes of what is there, and for which GPUs; its flags, on activations alone."""
 
 import os
 import re
@@ -104,10 +104,8 @@ def test_activations_are_computed_by_vectors(isa, described, tmp_path):
     if isa not in made["ISAS"]:
         pytest.skip(f"{isa} is of another processor")
     compiler = made["CXX"].split()
-    if (
-        "Free Software Foundation"
-        not in subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
-    ):
+    about = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    if "Free Software Foundation" not in about:
         pytest.skip("only gcc's report of its loops is read")
     lines = ['#include "activation.h"', "namespace tfm_kernels {"]
     loops = {}

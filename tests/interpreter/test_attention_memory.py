@@ -76,9 +76,9 @@ def test_sequences_far_apart(name, space, monkeypatch):
         assert torch.equal(a, b)
 
 
-def far_launches(monkeypatch, change):
-    """Launches the kernels over pairs of tiles with what ``change(arguments)`` gives; what they write comes back."""
-    launch = _attention_call.Call.launch
+def assert_far_launches_agree(monkeypatch, given, expected, change, names):
+    """Launches the kernels over pairs of tiles with what ``change(arguments)`` gives, which are ``names`` in all."""
+    launch, met = _attention_call.Call.launch, set()
 
     def far(call, kernel, programs, config, **more):
         changed = change(more)
@@ -86,11 +86,12 @@ def far_launches(monkeypatch, change):
         met.update(name for name in changed if name in kernel.arg_names)
         for name, t in changed.items():
             if isinstance(t, torch.Tensor) and t.shape == more[name].shape:
-                more[name].copy_(t)
+                more[name].copy_(t)  # what was written there comes back
 
-    met = set()
     monkeypatch.setattr(_attention_call.Call, "launch", far)
-    return met
+    for a, b in zip(both_of("triton", given), expected, strict=True):
+        assert torch.equal(a, b)
+    assert met == names
 
 
 def test_numbers_of_rows_far_apart(monkeypatch):
@@ -104,26 +105,19 @@ def test_numbers_of_rows_far_apart(monkeypatch):
         there = [name for name in steps if more.get(name) is not None]
         return {"lse_stride_b": FAR} | {name: apart(spaces[name], more[name], steps[name]) for name in there}
 
-    met = far_launches(monkeypatch, change)
-    for a, b in zip(both_of("triton", given), expected, strict=True):
-        assert torch.equal(a, b)
-    assert met == {"lse_stride_b", *steps}
+    assert_far_launches_agree(monkeypatch, given, expected, change, {"lse_stride_b", *steps})
 
 
 def test_gradients_of_a_bias_far_apart(space, monkeypatch):
     given = two_sequences()
     expected = both_of("triton", given)
-    met = far_launches(
-        monkeypatch,
-        lambda more: (
-            {"dbias_ptr": apart(space, more["dbias_ptr"]), "dbias_stride_b": FAR}
-            if more.get("dbias_ptr") is not None
-            else {}
-        ),
-    )
-    for a, b in zip(both_of("triton", given), expected, strict=True):
-        assert torch.equal(a, b)
-    assert met == {"dbias_ptr", "dbias_stride_b"}
+
+    def change(more):
+        if more.get("dbias_ptr") is None:
+            return {}
+        return {"dbias_ptr": apart(space, more["dbias_ptr"]), "dbias_stride_b": FAR}
+
+    assert_far_launches_agree(monkeypatch, given, expected, change, {"dbias_ptr", "dbias_stride_b"})
 
 
 @pytest.mark.parametrize("kind", ["per pair", "per key", "per query", "per head"])
@@ -149,10 +143,7 @@ def test_sums_of_a_broadcast_bias_far_apart(kind, monkeypatch):
         strides = (sequences * heads * step, heads * step, step, sums.stride(3), 1)
         return {"sums_ptr": space.as_strided(sums.shape, strides), "ROWS": rows}
 
-    met = far_launches(monkeypatch, change)
-    for a, b in zip(both_of("triton", given), expected, strict=True):
-        assert torch.equal(a, b)
-    assert met == {"sums_ptr", "ROWS"}
+    assert_far_launches_agree(monkeypatch, given, expected, change, {"sums_ptr", "ROWS"})
 
 
 @pytest.mark.parametrize("far", ["lists", "rows of tiles"])
@@ -181,7 +172,5 @@ def test_lists_of_tiles_far_apart(far, monkeypatch):
 
     if far == "lists":
         monkeypatch.setattr(_attention_call, "keep_tiles_kernel", Making())
-    met = far_launches(monkeypatch, change)
-    for a, b in zip(both_of("triton", given), expected, strict=True):
-        assert torch.equal(a, b)
-    assert met == {"lists": {"tiles_ptr", "list_width"}}.get(far, {"counts_ptr", "tiles_ptr", "list_stride_b"})
+    names = {"tiles_ptr", "list_width"} if far == "lists" else {"counts_ptr", "tiles_ptr", "list_stride_b"}
+    assert_far_launches_agree(monkeypatch, given, expected, change, names)

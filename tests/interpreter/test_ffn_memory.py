@@ -7,7 +7,7 @@ from triton.runtime import interpreter
 
 from tests import ffn_semantics as semantics
 from tests.fences import fenced, huge
-from tests.ffn_semantics import FAR, apart, randn
+from tests.ffn_semantics import FAR, SEED, apart, randn
 from tfm_kernels.triton import _gemm, _launch, _sums, ffn_bwd, ffn_fwd
 
 
@@ -111,15 +111,14 @@ def test_backward_tensors_with_far_rows(spaces, far, monkeypatch):
 
 def test_numbers_of_far_rows(monkeypatch):
     """The last tile of more than 2**31 rows, each with the number that dropout reads."""
-    seed = torch.tensor(77)
-    scale, last_dropped = _launch.check_dropout("ffn", 0.4, seed)
+    scale, last_dropped = _launch.check_dropout("ffn", 0.4, SEED)
     x, w1, dy, w2 = randn(1, 16), randn(64, 16, seed=1), randn(1, 16, seed=2), randn(16, 64, seed=3)
 
     def last_rows(rows):
         """What the last 64 rows get: all of them see the same x and dy."""
         numbers, hidden, dp = huge(rows, torch.int64), huge(rows * 64, torch.float32), huge(rows * 64, torch.float32)
         numbers[-64:] = torch.arange(64) * 5 + 3
-        given = FIRST | {"M": rows, "F": 64, "scale": scale, "last_dropped": last_dropped, "seed_ptr": seed}
+        given = FIRST | {"M": rows, "F": 64, "scale": scale, "last_dropped": last_dropped, "seed_ptr": SEED}
         given |= {"rows_ptr": numbers}
         run_program(
             monkeypatch, ffn_fwd.ffn_fwd_kernel, last_tile(rows, 64), x_ptr=x, w1_ptr=w1, hidden_ptr=hidden, E=16,
