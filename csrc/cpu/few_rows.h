@@ -123,68 +123,73 @@ void dot_products(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, 
   }
 }
 
-// out (n, ld) += w x, w (n, k) with n <= kFeatures, x (k, ld), ld = kVectors vectors. The weights
-// of a chunk are copied, widened, to where they lie densely; those of the next one are asked for.
-template <int64_t kFeatures, int64_t kVectors, typename T, typename C = compute_t<T>>
-void turned_tile(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, C* out) {
+constexpr int64_t kTurnedLength = 128;  // sums formed at a time: 32 rows of them stay in L1
+// Features of a tile over two vectors of rows, whose sums registers hold.
+template <typename C>
+constexpr int64_t kTurnedFeatures = sizeof(at::vec::Vectorized<C>) == 32 ? 6 : 12;
+
+// out (n, ld) += w x, w (n, k) with n <= kTurnedFeatures and k <= kTurnedLength, x (k, ld), ld a
+// multiple of kVectors vectors. The weights are copied, widened, to where they lie densely; those
+// of the next features are asked for.
+template <int64_t kVectors, typename T, typename C = compute_t<T>>
+void turned_tile(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, int64_t ld, C* out) {
   using V = at::vec::Vectorized<C>;
-  constexpr int64_t kLanes = V::size(), kLd = kVectors * kLanes, kChunk = 64;
-  alignas(64) C weights[kFeatures][kChunk];
-  V sum[kFeatures][kVectors];
+  constexpr int64_t kLanes = V::size(), kFeatures = kTurnedFeatures<C>;
+  alignas(64) C weights[kFeatures][kTurnedLength];
   const T* features[kFeatures];
-  for (int64_t f = 0; f < kFeatures; ++f)
+  for (int64_t f = 0; f < kFeatures; ++f) {
     features[f] = w + std::min(f, n - 1) * w_ld;  // the last one stands in
-  for (int64_t begin = 0; begin < k; begin += kChunk) {
-    const int64_t length = std::min(kChunk, k - begin);
-    const int64_t next = begin + kChunk < k ? begin + kChunk : kFeatures * w_ld;
-    for (int64_t f = 0; f < kFeatures; ++f) {
-      if (length == kChunk)  // nearly always, and then the compiler knows it
-        widen(features[f] + begin, kChunk, weights[f]);
-      else
-        widen(features[f] + begin, length, weights[f]);
-    }
-    const auto multiply = [&](int64_t from, int64_t to) __attribute__((always_inline)) {
-      for (int64_t i = from; i < to; ++i) {
+    if (k == kTurnedLength)                       // nearly always, and then the compiler knows it
+      widen(features[f], kTurnedLength, weights[f]);
+    else
+      widen(features[f], k, weights[f]);
+  }
+  for (int64_t column = 0; column < ld; column += kVectors * kLanes) {
+    V sum[kFeatures][kVectors];
+    for (auto& vectors : sum)
+      for (V& vector : vectors) vector = V(C(0));
+    for (int64_t line = 0; line < k; line += kLine<T>) {
+      // a few lines at a time, so that they are on their way while these are multiplied
+      if (column == 0)
+        for (const T* feature : features) __builtin_prefetch(feature + kFeatures * w_ld + line);
+      const int64_t end = std::min(line + kLine<T>, k);
+      for (int64_t i = line; i < end; ++i) {
         V factor[kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 2
         for (int64_t v = 0; v < kVectors; ++v)
-          factor[v] = V::loadu(x + (begin + i) * kLd + v * kLanes);
-#pragma GCC unroll 24
+          factor[v] = V::loadu(x + i * ld + column + v * kLanes);
+#pragma GCC unroll 12
         for (int64_t f = 0; f < kFeatures; ++f) {
           const V weight(weights[f][i]);
-#pragma GCC unroll 8
+#pragma GCC unroll 2
           for (int64_t v = 0; v < kVectors; ++v)
             sum[f][v] = at::vec::fmadd(weight, factor[v], sum[f][v]);
         }
       }
-    };
-    int64_t line = 0;
-    for (; line + kLine<T> <= length; line += kLine<T>) {
-      // a few lines at a time, so that they are on their way while these are multiplied
-      for (const T* feature : features) __builtin_prefetch(feature + next + line);
-      multiply(line, line + kLine<T>);
     }
-    multiply(line, length);
+    // unrolled: sums that are picked by a number gcc would keep in memory all the time
+#pragma GCC unroll 12
+    for (int64_t f = 0; f < kFeatures; ++f) {
+      if (f >= n) break;
+#pragma GCC unroll 2
+      for (int64_t v = 0; v < kVectors; ++v) {
+        C* place = out + f * ld + column + v * kLanes;
+        (V::loadu(place) + sum[f][v]).store(place);
+      }
+    }
   }
-  for (int64_t f = 0; f < n; ++f)
-    for (int64_t v = 0; v < kVectors; ++v) {
-      C* place = out + f * kLd + v * kLanes;
-      (V::loadu(place) + sum[f][v]).store(place);
-    }
 }
 
-// out (n, ld) = w x, x (k, ld) turned; ld, 16 or 32, is kVectors vectors.
+// out (n, ld) = w x, x (k, ld) turned; ld is a multiple of kVectors vectors.
 template <int64_t kVectors, typename T, typename C = compute_t<T>>
-void turned_products(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, C* out) {
-  using V = at::vec::Vectorized<C>;
-  constexpr int64_t kLd = kVectors * V::size(), kLength = 256;  // sums formed at a time
-  constexpr int64_t kSums = sizeof(V) == 32 ? 12 : 24;          // what registers hold
-  constexpr int64_t kFeatures = std::max<int64_t>(1, std::min<int64_t>(12, kSums / kVectors));
-  std::fill(out, out + n * kLd, C(0));
-  for (int64_t begin = 0; begin < k; begin += kLength)
+void turned_products(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, int64_t ld,
+                     C* out) {
+  constexpr int64_t kFeatures = kTurnedFeatures<C>;
+  std::fill(out, out + n * ld, C(0));
+  for (int64_t begin = 0; begin < k; begin += kTurnedLength)
     for (int64_t f = 0; f < n; f += kFeatures)
-      turned_tile<kFeatures, kVectors>(std::min(kFeatures, n - f), std::min(kLength, k - begin),
-                                       w + f * w_ld + begin, w_ld, x + begin * kLd, out + f * kLd);
+      turned_tile<kVectors>(std::min(kFeatures, n - f), std::min(kTurnedLength, k - begin),
+                            w + f * w_ld + begin, w_ld, x + begin * ld, ld, out + f * ld);
 }
 
 // out (n, ld) = w x^T, w (n, k) with its elements side by side, x as few_rows_operand() gave it. ld
@@ -194,10 +199,10 @@ void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_
                       int64_t x_ld, C* out, int64_t ld) {
   constexpr int64_t kLanes = at::vec::Vectorized<C>::size();
   if (turns_rows(rows)) {
-    if (ld == 16)
-      turned_products<16 / kLanes>(n, k, w, w_ld, x, out);
+    if (ld == kLanes)
+      turned_products<1>(n, k, w, w_ld, x, ld, out);
     else
-      turned_products<32 / kLanes>(n, k, w, w_ld, x, out);
+      turned_products<2>(n, k, w, w_ld, x, ld, out);
   } else if (rows == 1) {
     dot_products<1>(n, rows, k, w, w_ld, x, x_ld, out, ld);
   } else if (rows == 2 || kDotSums<C> == 8) {
