@@ -5,6 +5,8 @@ It judges nothing: a finding of the sanitizer ends the process. Numbers are judg
     python -m tests.sanitized
 """
 
+import itertools
+
 import torch
 
 import tfm_kernels as tfk
@@ -14,7 +16,7 @@ EVERY = 12
 
 
 def main() -> None:
-    """Every twelfth case of the contract list, linear, and a word about how many."""
+    """Every twelfth case of the contract list, linear, attention_step, and a word about how many."""
     torch.set_num_threads(2)
     count = 0
     for case in CASES[::EVERY]:
@@ -26,6 +28,11 @@ def main() -> None:
                 x, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((rows, 70), (537, 70), (537,)))
                 tfk.ops.linear(x, weight, bias, backend="cpu")
                 count += 1
+        for dtype, grows in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+            given = [torch.randn(*shape, dtype=dtype) for shape in ((9, 1, 24), (72, 24), (72,), (7, 24), (7,))]
+            kept = [torch.randn(9 if grows else 3, 3, 11, 8, dtype=dtype) for _ in range(2)]
+            torch.ops.tfm_kernels.attention_step_cpu(*given, *kept, 11, grows, None)
+            count += 1
     print(f"{count} passed, 0 failed")
 
 

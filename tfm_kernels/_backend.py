@@ -73,6 +73,12 @@ def offers(op: str) -> bool:
     return _forced is None or _forced in OPS[op].support
 
 
+def chosen(op: str, *args: Any, **kwargs: Any) -> str:
+    """The backend that a call of ``op`` without ``backend=`` would run on; the call's arguments are checked."""
+    entry = OPS[op]
+    return select(entry, entry.describe(*args, **kwargs), None)
+
+
 class Choices:
     """What was chosen for calls that an op has checked before: the same call again costs a look-up instead of checks.
 

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "attention_call.h"
+#include "operators.h"
 
 namespace tfm_kernels {
 namespace {
@@ -20,6 +21,8 @@ void pick_config(AttentionFwd& a, int64_t threads) {
   const int64_t tiles = std::max<int64_t>(1, ceil_div(a.queries, a.rows));
   a.chunks = heads >= 4 * threads ? 1 : std::min(tiles, ceil_div(4 * threads, heads));
 }
+
+}  // namespace
 
 std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -52,6 +55,5 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
 
 TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("attention_fwd_cpu", &attention_fwd_cpu); }
 
-}  // namespace
 }  // namespace tfm_kernels
 #endif

@@ -111,6 +111,7 @@ void linear_fwd_tile(const LinearFwd& args, DType dtype, int64_t row, int64_t be
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include "operators.h"
 #include "rows.h"
 
 namespace tfm_kernels {
@@ -134,6 +135,8 @@ void run_tiles(LinearFwd& args, DType dtype, const at::Tensor& x) {
      workspace.first(worker * room));
   });
 }
+
+}  // namespace
 
 at::Tensor linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
                           const OptionalTensor& bias) {
@@ -177,6 +180,5 @@ at::Tensor linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
 
 TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("linear_fwd_cpu", &linear_fwd_cpu); }
 
-}  // namespace
 }  // namespace tfm_kernels
 #endif

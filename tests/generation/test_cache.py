@@ -10,7 +10,9 @@ import tfm_kernels as tfk
 from tests.models.peers import VT, V, inputs, small
 from tests.patching.models import transformers
 from tfm_kernels.generation.decoder import CachedDecoder
+from tfm_kernels.nn import attention
 from tfm_kernels.nn.cache import GrowingCache, Reserved, moves
+from tfm_kernels.ops.attention_step import attention_step
 
 NEW = 9
 CHANGES = [
@@ -63,6 +65,37 @@ def test_scores_of_every_position_are_those_of_the_full_forward(kind, changes):
     torch.testing.assert_close(cached, full, rtol=1e-11, atol=1e-11)
     error, allowed = (found[single][0] - full).norm(), (found[single][1] - full).norm()
     assert error <= 2 * allowed + 2**-21 * full.norm()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("kind", ["causal", "translation"])
+def test_a_step_in_one_call_is_the_ops_it_stands_for(kind, changes, beams, monkeypatch):
+    """Bit for bit: every score of every step, by attention_step and by the ops on the same backend."""
+    model, source = small(kind, backend=None, **changes), inputs(kind)[0]
+    tokens, index = torch.randint(1, VT, (3, NEW)), torch.tensor([1, 0, 0, 3, 5, 4, 6, 7, 6])
+    steps, found = [], []
+
+    def counted(*arguments):
+        steps.append(attention_step(*arguments))
+        return steps[-1]
+
+    for step in (counted, lambda *arguments: None):
+        monkeypatch.setattr(attention, "attention_step", step)
+        with torch.no_grad(), tfk.use_backend("cpu"):
+            decoder = CachedDecoder(model, NEW, source if kind == "translation" else None)
+            rows = [decoder.start(tokens[:, :2], None)]
+            if beams > 1:
+                decoder.expand(beams)
+            for t in range(2, NEW):
+                rows.append(decoder.step(tokens[:, t].repeat_interleave(beams)))
+                if beams > 1:
+                    decoder.reorder(index)
+            found.append(rows)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    layers = 2
+    assert len(steps) == layers * (NEW - 2) * (2 if kind == "translation" else 1)
+    assert not any(y is None for y in steps)
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,26 @@ def test_gradients_flow(layer):
     assert layer.weight.grad is not None
 
 
-def test_decoding_takes_it(taken):
+def decoded():
+    """Four tokens behind each of eight prompts, by two layers."""
     torch.manual_seed(0)
     config = tfk.models.CausalLanguageConfig(50, 2, d_model=16, nhead=2, dim_feedforward=32)
-    tfk.generate(tfk.models.CausalLanguageModel(config), torch.randint(1, 50, (8, 3)), 4)
-    projections, output = 2 * 2, 1
-    assert len(taken) == 4 * (projections + output)
+    model = tfk.models.CausalLanguageModel(config)
+    return model, lambda: tfk.generate(model, torch.randint(1, 50, (8, 3)), 4)
+
+
+def test_decoding_takes_it(taken):
+    """The projections of the prompts, and the output; those of the later steps belong to attention_step."""
+    decoded()[1]()
+    projections, output, steps = 2 * 2, 1, 3
+    assert len(taken) == projections + output + steps * output
+
+
+def test_a_watched_projection_is_called_at_every_step(taken):
+    model, decode = decoded()
+    seen = []
+    model.encoder.layers[1].self_attn.out_proj.register_forward_hook(lambda *_: seen.append(1))
+    decode()
+    projections, output, steps = 2 * 2, 1, 3
+    assert len(seen) == 1 + steps
+    assert len(taken) == projections - 1 + output + steps * (output + 1)  # of the watched layer q, k and v are read

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from .. import _check, ops
 from ..mask import Mask
+from ..ops.attention_step import attention_step
 from . import _arguments
-from ._bypass import autocast_dtype
+from ._bypass import autocast_dtype, ordinary, plain
 from ._projection import project, through
 from .attention_weights import with_weights
-from .cache import AttentionCache
+from .cache import AttentionCache, Step
 
 _NAME = "MultiheadAttention"
 
@@ -151,10 +152,31 @@ class MultiheadAttention(nn.MultiheadAttention):
         """``query`` (B, T, E) attends to the keys and values that ``cache`` keeps."""
         if not self.batch_first or self.bias_k is not None or self.add_zero_attn:
             raise ValueError(f"{_NAME}: a cache needs batch_first, and neither add_bias_kv nor add_zero_attn")
+        if self._reads_parameters(query):
+            y = self._step(query, cache.step(self))
+            if y is not None:
+                return y
         q, k, v, mask = cache.attended(self, query, memory)
         with _exact(q.device):
             out: Any = ops.attention(q, k, v, mask, backend=self.backend)
         return through(self.out_proj, out.transpose(1, 2).reshape(query.shape))
+
+    def _step(self, query: Tensor, step: Step | None) -> Tensor | None:
+        """The whole of a decoding step in one call, where it is one and a kernel runs it."""
+        if step is None:
+            return None
+        weights = self.in_proj_weight, self.in_proj_bias, self.out_proj.weight, self.out_proj.bias
+        return attention_step(query, *weights, step.keys, step.values, step.length, step.grows, step.keep)
+
+    def _reads_parameters(self, query: Tensor) -> bool:
+        """Whether a step may run past ops.linear and ops.attention, because nobody could tell."""
+        return (
+            self.backend in (None, "cpu")
+            and self._qkv_same_embed_dim
+            and plain(self.out_proj, nn.modules.linear.NonDynamicallyQuantizableLinear)
+            and autocast_dtype(query.device) is None
+            and ordinary(query, self.in_proj_weight, self.in_proj_bias, self.out_proj.weight, self.out_proj.bias)
+        )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query is key and key is value and isinstance(query, Tensor) and self._qkv_same_embed_dim:

@@ -8,7 +8,7 @@ because every attention call looks at the values of lengths to check them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,22 @@ from ..mask import Mask
 from ._projection import project
 
 
+class Step(NamedTuple):
+    """What ops.attention_step needs of a cache."""
+
+    keys: Tensor  # (B, H, S, D), the memory that is there
+    values: Tensor
+    length: int  # how many of them are seen, a new one included
+    grows: bool
+    keep: Tensor | None
+
+
 class AttentionCache(ABC):
     """What ``MultiheadAttention`` takes as ``attn_mask`` to be told its keys and values instead of projecting them."""
+
+    @abstractmethod
+    def step(self, attention: Any) -> Step | None:
+        """What one call of ``attention`` is, where it is a step of rows that stand at one place, else None."""
 
     @abstractmethod
     def attended(self, attention: Any, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Mask | None]:
@@ -44,6 +58,11 @@ class Reserved:
         k.narrow(2, start, new).copy_(keys)
         v.narrow(2, start, new).copy_(values)
         return self.first(start + new)
+
+    def step(self, start: int) -> Step:
+        """The call that puts one position behind the first ``start`` ones and sees all of them."""
+        k, v = self._stores
+        return Step(k, v, start + 1, True, None)
 
     def first(self, length: int) -> tuple[Tensor, Tensor]:
         """The first ``length`` positions, as views."""
@@ -116,6 +135,11 @@ class GrowingCache(AttentionCache):
         if self.lengths is not None:
             self.lengths = self.lengths + self._new
 
+    def step(self, attention: Any) -> Step | None:
+        """See ``AttentionCache``."""
+        kept = self._kept.get(id(attention))
+        return None if kept is None or self._new != 1 or self.lengths is not None else kept.step(self.length)
+
     def attended(self, attention: Any, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Mask | None]:
         """Projects ``query`` and adds its keys and values to those kept."""
         q, k, v = attention._project_self(query)
@@ -157,6 +181,13 @@ class MemoryCache(AttentionCache):
     def __init__(self, mask: Mask | None) -> None:
         self.mask = mask
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the attention module
+
+    def step(self, attention: Any) -> Step | None:
+        """See ``AttentionCache``."""
+        kept, mask = self._kept.get(id(attention)), self.mask
+        if kept is None or mask is not None and (mask.has_band() or mask.key_lengths is not None):
+            return None
+        return Step(*kept, kept[0].shape[2], False, None if mask is None else mask.keep_matrix)
 
     def attended(self, attention: Any, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Mask | None]:
         """Projects ``query``, and ``memory`` where that has not been done."""
