@@ -36,22 +36,6 @@ constexpr int64_t kDotLength = 1024;  // the longest sum formed at a time: a til
 template <typename C>
 constexpr int64_t kDotSums = sizeof(at::vec::Vectorized<C>) == 32 ? 8 : 16;
 
-// Lane i of the result is the sum of the lanes of v[i]; n vectors of n lanes.
-template <typename V, int n>
-[[gnu::always_inline]] inline V lane_sums(const V (&v)[n]) {
-  if constexpr (n == 1) {
-    return v[0];
-  } else {
-    V half[n / 2];
-#pragma GCC unroll 8
-    for (int i = 0; i < n / 2; ++i) {
-      const auto [even, odd] = at::vec::deinterleave2(v[2 * i], v[2 * i + 1]);
-      half[i] = even + odd;
-    }
-    return lane_sums(half);
-  }
-}
-
 // sums[f * kRows + r] = the sum of w[f][i] x[r][i] over k elements; k a multiple of the lanes where
 // `whole`. (Two functions, because gcc keeps the sums in memory where a rest may follow.)
 template <bool whole, int64_t kFeatures, int64_t kRows, typename T, typename C = compute_t<T>>

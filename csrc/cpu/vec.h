@@ -249,6 +249,22 @@ double sum_lanes(int64_t n, Term term) {
   })[0];
 }
 
+// Lane i of the result is the sum of the lanes of v[i]; n vectors of n lanes.
+template <typename V, int n>
+[[gnu::always_inline]] inline V lane_sums(const V (&v)[n]) {
+  if constexpr (n == 1) {
+    return v[0];
+  } else {
+    V half[n / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i) {
+      const auto [even, odd] = at::vec::deinterleave2(v[2 * i], v[2 * i + 1]);
+      half[i] = even + odd;
+    }
+    return lane_sums(half);
+  }
+}
+
 }  // namespace
 }  // namespace CPU_CAPABILITY
 }  // namespace tfm_kernels
