@@ -6,6 +6,7 @@ import torch
 import tfm_kernels as tfk
 from tests.threads import on_threads
 from tfm_kernels.ops.attention_step import attention_step
+from tfm_kernels.ops.attention_watch import watching
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HEADS, WIDTH, ROOM = 3, 8, 20
@@ -92,6 +93,14 @@ def test_not_taken_where_the_projections_are_not_run_by_cpu():
         wide = [t.double() for t in (x, *weights, *kept)]
         assert attention_step(*wide, 5, True) is None
     assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+
+
+@torch.no_grad()
+def test_a_watcher_is_told_of_every_attention():
+    x, weights, kept = given(8, 1, torch.float32)
+    with watching(lambda call, lse: None):
+        assert attention_step(x, *weights, *kept, 5, True) is None
+    assert attention_step(x, *weights, *kept, 5, True) is not None
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _backend, _library
+from .attention_watch import is_watched
 
 
 def _fake(x, in_weight, in_bias, out_weight, *rest):  # noqa: ANN001, ANN202
@@ -55,7 +56,8 @@ def attention_step(
         keep: bool, broadcast to (B, H, T, length), True = attend; None shows everything.
 
     Returns:
-        (R, T, N), or None where automatic choice does not run both projections on cpu: then nothing was written.
+        (R, T, N), or None where automatic choice does not run both projections on cpu, or where attention is watched:
+        then nothing was written.
 
     Raises:
         TypeError, ValueError: the arguments of a projection are wrong.
@@ -66,7 +68,7 @@ def attention_step(
     if taken is None:
         taken = not torch.compiler.is_compiling() and _runs_on_cpu(x, in_weight, in_bias, out_weight, out_bias)
         _CHOICES.keep(key, taken)
-    if not taken:
+    if not taken or is_watched():  # a watcher is told of ops.attention alone
         return None
     given = x, in_weight, in_bias, out_weight, out_bias, keys, values, length, grows, keep
     y = _library.below_autograd(_STEP["cpu"], *given)
@@ -77,7 +79,7 @@ def attention_step(
 def _runs_on_cpu(
     x: Tensor, in_weight: Tensor, in_bias: Tensor | None, out_weight: Tensor, out_bias: Tensor | None
 ) -> bool:
-    if not _backend.offers("linear") or _library._missing["attention_step_cpu"] is not None:
+    if not _backend.offers("linear") or _library.kernels()["attention_step_cpu"] is not None:
         return False
     out = x.new_empty(*x.shape[:-1], out_weight.shape[1])
     first = _backend.chosen("linear", x, in_weight, in_bias)
