@@ -185,7 +185,7 @@ class MemoryCache(AttentionCache):
     def step(self, attention: Any) -> Step | None:
         """See ``AttentionCache``."""
         kept, mask = self._kept.get(id(attention)), self.mask
-        if kept is None or mask is not None and (mask.has_band() or mask.key_lengths is not None):
+        if kept is None or mask is not None and mask.has_band():  # lengths became a keep matrix when kept was made
             return None
         return Step(*kept, kept[0].shape[2], False, None if mask is None else mask.keep_matrix)
 
