@@ -16,14 +16,17 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// Panels of 64 columns of a right operand from src (rows, columns), the last filled up with zeros.
-// Row r of panel p begins at dst + p * panel_size + r * 64; bfloat16: an odd row is followed by
+// Columns of a panel here: where vectors hold 8 numbers, 32 (see panel_rows()).
+constexpr int64_t kFfnPanel = Vec::size() < 16 ? kPanel / 2 : kPanel;
+
+// Panels of columns of a right operand from src (rows, columns), the last filled up with zeros.
+// Row r of panel p begins at dst + p * panel_size + r * kFfnPanel; bfloat16: an odd row is followed by
 // zeros.
 template <typename O, typename T>
 void pack_panels(const T* src, int64_t src_ld, int64_t rows, int64_t columns, O* dst,
                  int64_t panel_size) {
-  const int64_t whole = columns / kPanel, rest = columns % kPanel;
-  for (int64_t r = 0; r < rows; r += kPair<O>, src += kPair<O> * src_ld, dst += kPair<O> * kPanel) {
+  const int64_t whole = columns / kFfnPanel, rest = columns % kFfnPanel;
+  for (int64_t r = 0; r < rows; r += kPair<O>, src += kPair<O> * src_ld, dst += kPair<O> * kFfnPanel) {
     for (int64_t i = 0; i < kPair<O>; ++i)
       if (r + i + kAhead < rows) prefetch(src + (i + kAhead) * src_ld, columns);
     const auto take = [&](int64_t c, int64_t n, O* out) {
@@ -32,11 +35,11 @@ void pack_panels(const T* src, int64_t src_ld, int64_t rows, int64_t columns, O*
       else
         pair_rows(src + c, r + 1 < rows ? src + src_ld + c : nullptr, n, out);
     };
-    for (int64_t p = 0; p < whole; ++p) take(p * kPanel, kPanel, dst + p * panel_size);
+    for (int64_t p = 0; p < whole; ++p) take(p * kFfnPanel, kFfnPanel, dst + p * panel_size);
     if (rest == 0) continue;
     O* last = dst + whole * panel_size;
-    take(whole * kPanel, rest, last);
-    std::fill(last + kPair<O> * rest, last + kPair<O> * kPanel, O(0));
+    take(whole * kFfnPanel, rest, last);
+    std::fill(last + kPair<O> * rest, last + kPair<O> * kFfnPanel, O(0));
   }
 }
 
@@ -46,8 +49,8 @@ void prepare(const FfnBwd& args, int64_t row, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(args.x) + (row + begin) * args.x_stride_m;
   const T* dy = static_cast<const T*>(args.dy) + (row + begin) * args.dy_stride_m;
   if (args.dw1 || args.dgate)
-    pack_panels(x, args.x_stride_m, rows, E, static_cast<O*>(args.x_panels) + begin * kPanel,
-                args.block * kPanel);
+    pack_panels(x, args.x_stride_m, rows, E, static_cast<O*>(args.x_panels) + begin * kFfnPanel,
+                args.block * kFfnPanel);
   if (args.dw2)
     turn_left(dy, args.dy_stride_m, rows, Eo, static_cast<O*>(args.dy_t) + begin, args.dy_t_ld);
   if constexpr (!std::is_same_v<T, O>) {
@@ -71,8 +74,8 @@ void times_panels(const FfnBwd& args, int64_t rows, int64_t k, const O* left, in
                   const O* panels, int64_t count, C* out, int64_t longest) {
   for (int64_t i = 0; i < rows; i += kFfnRowStep)
     for (int64_t p = 0; p < count; ++p)
-      product(std::min(kFfnRowStep, rows - i), kPanel, k, left + i * ld, ld,
-              panels + p * k * kPanel, kPanel, out + (p * args.strip + i) * kPanel, kPanel, false,
+      product(std::min(kFfnRowStep, rows - i), kFfnPanel, k, left + i * ld, ld,
+              panels + p * k * kFfnPanel, kFfnPanel, out + (p * args.strip + i) * kFfnPanel, kFfnPanel, false,
               longest);
 }
 
@@ -84,12 +87,12 @@ void load_preact(const T* stored, const T* bias, int64_t n, C* values) {
     if (bias)
       for (int64_t j = 0; j < n; ++j) values[j] += static_cast<C>(bias[j]);
     if constexpr (std::is_same_v<T, C>) return;
-    T rounded[kPanel];
+    T rounded[kFfnPanel];
     narrow(values, n, rounded);
     return widen(rounded, n, values);
   }
   widen(stored, n, values);
-  for (int64_t j = n; j < kPanel; ++j) values[j] = C(0);
+  for (int64_t j = n; j < kFfnPanel; ++j) values[j] = C(0);
 }
 
 // FFN.3 and FFN.6 on 64 features of a row: from dh, p and g to h (in the place of p), dp and dg; g
@@ -98,7 +101,7 @@ void load_preact(const T* stored, const T* bias, int64_t n, C* values) {
 template <typename Act, bool kGated, typename C>
 void differentiate(const C* factor, const C* dh, C* p, const C* g, C* dp, C* dg) {
 #pragma omp simd
-  for (int64_t j = 0; j < kPanel; ++j) {
+  for (int64_t j = 0; j < kFfnPanel; ++j) {
     C slope;
     const C value = Act::value(p[j], slope), scaled = dh[j] * factor[j];
     const C d = factor[j] == C(0) ? C(0) : scaled;
@@ -125,7 +128,7 @@ double sum_row(const O* row, int64_t n, C* room) {
 template <typename T, typename O, typename C = compute_t<T>>
 void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* scratch) {
   const int64_t E = args.E, F = args.F, Eo = args.Eo, strip = args.strip;
-  const int64_t n = std::min(args.chunk, F - feature), panels = ceil_div(n, kPanel);
+  const int64_t n = std::min(args.chunk, F - feature), panels = ceil_div(n, kFfnPanel);
   const auto carve = [&](int64_t elements) { return std::exchange(scratch, scratch + elements); };
   const auto carve_operand = [&](int64_t elements) {
     return reinterpret_cast<O*>(carve(elements));
@@ -139,15 +142,15 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
   O* dp_t = carve_operand(args.chunk * t_ld);
   O* dg_t = args.gated ? carve_operand(args.chunk * t_ld) : nullptr;
 
-  pack_panels(static_cast<const T*>(args.w2) + feature, F, Eo, n, w2, Eo * kPanel);
+  pack_panels(static_cast<const T*>(args.w2) + feature, F, Eo, n, w2, Eo * kFfnPanel);
   for (int64_t p = 0; p < panels; ++p) {
-    const int64_t f = feature + p * kPanel, width = std::min(kPanel, F - f);
+    const int64_t f = feature + p * kFfnPanel, width = std::min(kFfnPanel, F - f);
     if (w1)
-      turn_right(static_cast<const T*>(args.w1) + f * E, E, width, E, w1 + p * E * kPanel, kPanel,
-                 kPanel);
+      turn_right(static_cast<const T*>(args.w1) + f * E, E, width, E, w1 + p * E * kFfnPanel, kFfnPanel,
+                 kFfnPanel);
     if (gate)
-      turn_right(static_cast<const T*>(args.gate) + f * E, E, width, E, gate + p * E * kPanel,
-                 kPanel, kPanel);
+      turn_right(static_cast<const T*>(args.gate) + f * E, E, width, E, gate + p * E * kFfnPanel,
+                 kFfnPanel, kFfnPanel);
   }
   const O *dy = static_cast<const O*>(args.dy_rows), *x = static_cast<const O*>(args.x_rows);
   for (int64_t s = 0; s < rows; s += strip) {
@@ -158,21 +161,21 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
                    kLongestGradientSum);
     if (w1)
       times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, w1, panels, h,
-                   longest_sum<T>(kPanel));
+                   longest_sum<T>(kFfnPanel));
     if (gate)
       times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, gate, panels, linear,
-                   longest_sum<T>(kPanel));
+                   longest_sum<T>(kFfnPanel));
 
     O* dp = static_cast<O*>(args.dp) + dp_at(args, s, feature);
     O* dg = args.gated ? static_cast<O*>(args.dg) + dp_at(args, s, feature) : nullptr;
-    alignas(64) C factors[kPanel], unrounded[2][kPanel];
+    alignas(64) C factors[kFfnPanel], unrounded[2][kFfnPanel];
     const auto place = [](O* row, [[maybe_unused]] C* room) {  // where C is formed
       if constexpr (std::is_same_v<O, C>)
         return row;
       else
         return room;
     };
-    std::fill(factors, factors + kPanel, C(1));
+    std::fill(factors, factors + kFfnPanel, C(1));
     for_activation(args.activation, [&](auto act) {
       using Act = decltype(act);
       const auto step = args.gated ? differentiate<Act, true, C> : differentiate<Act, false, C>;
@@ -186,10 +189,10 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
           for (int64_t j = 0; j < n; j += kLine<O>)
             __builtin_prefetch(dp + (r + kAhead) * args.dp_ld + j, 1);
         for (int64_t p = 0; p < panels; ++p) {
-          const int64_t f = feature + p * kPanel, width = std::min(kPanel, F - f);
-          const int64_t in_panel = (p * strip + r) * kPanel, in_row = r * args.dp_ld + p * kPanel;
+          const int64_t f = feature + p * kFfnPanel, width = std::min(kFfnPanel, F - f);
+          const int64_t in_panel = (p * strip + r) * kFfnPanel, in_row = r * args.dp_ld + p * kFfnPanel;
           if (args.dropout.active())
-            dropout_factors(args.dropout.seed, number, f, kPanel, args.dropout.bound,
+            dropout_factors(args.dropout.seed, number, f, kFfnPanel, args.dropout.bound,
                             static_cast<C>(args.dropout.scale), factors);
           const T* bias = args.b1 ? static_cast<const T*>(args.b1) + f : nullptr;
           load_preact(stored ? stored + f : nullptr, bias, width, h + in_panel);
@@ -199,19 +202,19 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
           C* dg_row = args.gated ? place(dg + in_row, unrounded[1]) : nullptr;
           step(factors, dh + in_panel, h + in_panel, args.gated ? linear + in_panel : nullptr,
                dp_row, dg_row);
-          as_left(dp_row, kPanel, dp + in_row);
-          if (dg_row) as_left(dg_row, kPanel, dg + in_row);
+          as_left(dp_row, kFfnPanel, dp + in_row);
+          if (dg_row) as_left(dg_row, kFfnPanel, dg + in_row);
         }
       }
     });
 
     const int64_t k = round_up(m, kPair<O>);
-    const O* x_panels = static_cast<const O*>(args.x_panels) + s * kPanel;
+    const O* x_panels = static_cast<const O*>(args.x_panels) + s * kFfnPanel;
     const auto weights = [&](const O* d, O* d_t, void* sum) {
       turn_left(d, args.dp_ld, m, n, d_t, t_ld);
       if (!sum) return;
-      for (int64_t e = 0; e < E; e += kPanel)
-        product(n, std::min(kPanel, E - e), k, d_t, t_ld, x_panels + e * args.block, kPanel,
+      for (int64_t e = 0; e < E; e += kFfnPanel)
+        product(n, std::min(kFfnPanel, E - e), k, d_t, t_ld, x_panels + e * args.block, kFfnPanel,
                 static_cast<C*>(sum) + feature * E + e, E, accumulate, kLongestGradientSum);
     };
     if (args.dw1 || args.needs_db1) weights(dp, dp_t, args.dw1_sum);
@@ -223,13 +226,13 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
       }
     if (!args.dw2) continue;
     for (int64_t p = 0; p < panels; ++p) {
-      C* values = h + p * strip * kPanel;
-      std::fill(values + m * kPanel, values + k * kPanel, C(0));
-      const O* right = as_right(values, k, kPanel, reinterpret_cast<O*>(dh + p * strip * kPanel));
+      C* values = h + p * strip * kFfnPanel;
+      std::fill(values + m * kFfnPanel, values + k * kFfnPanel, C(0));
+      const O* right = as_right(values, k, kFfnPanel, reinterpret_cast<O*>(dh + p * strip * kFfnPanel));
       for (int64_t i = 0; i < Eo; i += kFfnRowStep)
-        product(std::min(kFfnRowStep, Eo - i), std::min(kPanel, n - p * kPanel), k,
+        product(std::min(kFfnRowStep, Eo - i), std::min(kFfnPanel, n - p * kFfnPanel), k,
                 static_cast<const O*>(args.dy_t) + i * args.dy_t_ld + s, args.dy_t_ld, right,
-                kPanel, static_cast<C*>(args.dw2_sum) + i * F + feature + p * kPanel, F, accumulate,
+                kFfnPanel, static_cast<C*>(args.dw2_sum) + i * F + feature + p * kFfnPanel, F, accumulate,
                 kLongestGradientSum);
     }
   }
@@ -240,11 +243,11 @@ void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, O* panel
   const int64_t E = args.E, F = args.F;
   C* dx = static_cast<C*>(args.dx_sum);
   const auto add = [&](const void* weight, const void* d, int64_t f, int64_t n, bool accumulate) {
-    pack_panels(static_cast<const T*>(weight) + f * E, E, n, E, panels, n * kPanel);
+    pack_panels(static_cast<const T*>(weight) + f * E, E, n, E, panels, n * kFfnPanel);
     for (int64_t r = begin; r < end; r += kFfnRowStep)
-      for (int64_t e = 0; e < E; e += kPanel)
-        product(std::min(kFfnRowStep, end - r), std::min(kPanel, E - e), n,
-                static_cast<const O*>(d) + dp_at(args, r, f), args.dp_ld, panels + e * n, kPanel,
+      for (int64_t e = 0; e < E; e += kFfnPanel)
+        product(std::min(kFfnRowStep, end - r), std::min(kFfnPanel, E - e), n,
+                static_cast<const O*>(d) + dp_at(args, r, f), args.dp_ld, panels + e * n, kFfnPanel,
                 dx + r * E + e, E, accumulate, kLongestGradientSum);
   };
   if (F == 0) std::fill(dx + begin * E, dx + end * E, C(0));

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "../check.h"
 #include "gemm.h"
@@ -49,13 +50,14 @@ struct Workspace {
   void* second(int64_t element) const { return middle + element * item; }
 };
 
-// Calls body(task, worker) for each task; a worker is one thread's place in the working memory.
+// Calls body(task, worker) for each task, as threads become free; a worker is one thread's place in
+// the working memory.
 template <typename Body>
 void for_tasks(int64_t tasks, int64_t workers, Body body) {
+  std::atomic<int64_t> next = 0;
   at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
     for (int64_t worker = begin; worker < end; ++worker)
-      for (int64_t task = tasks * worker / workers; task < tasks * (worker + 1) / workers; ++task)
-        body(task, worker);
+      for (int64_t task = next++; task < tasks; task = next++) body(task, worker);
     gemm_release();
   });
 }
