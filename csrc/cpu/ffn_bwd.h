@@ -33,7 +33,7 @@ struct FfnBwd {
   // Working memory, in the type of operands but for the sums, which are of the compute type. The
   // *_rows are the tensors themselves where operands are of the storage type; the *_sum, where sums
   // are.
-  void* x_panels;                // (E / 64, block, 64)
+  void* x_panels;                // panels of columns, each (block, width)
   void* dy_t;                    // (Eo, dy_t_ld)
   const void *x_rows, *dy_rows;  // (block, E), (block, Eo) of the present block
   void *dp, *dg;                 // slices of kFfnSumStep features, each (block, dp_ld)

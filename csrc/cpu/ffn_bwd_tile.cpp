@@ -20,13 +20,14 @@ namespace {
 constexpr int64_t kFfnPanel = Vec::size() < 16 ? kPanel / 2 : kPanel;
 
 // Panels of columns of a right operand from src (rows, columns), the last filled up with zeros.
-// Row r of panel p begins at dst + p * panel_size + r * kFfnPanel; bfloat16: an odd row is followed by
-// zeros.
+// Row r of panel p begins at dst + p * panel_size + r * kFfnPanel; bfloat16: an odd row is followed
+// by zeros.
 template <typename O, typename T>
 void pack_panels(const T* src, int64_t src_ld, int64_t rows, int64_t columns, O* dst,
                  int64_t panel_size) {
   const int64_t whole = columns / kFfnPanel, rest = columns % kFfnPanel;
-  for (int64_t r = 0; r < rows; r += kPair<O>, src += kPair<O> * src_ld, dst += kPair<O> * kFfnPanel) {
+  for (int64_t r = 0; r < rows;
+       r += kPair<O>, src += kPair<O> * src_ld, dst += kPair<O> * kFfnPanel) {
     for (int64_t i = 0; i < kPair<O>; ++i)
       if (r + i + kAhead < rows) prefetch(src + (i + kAhead) * src_ld, columns);
     const auto take = [&](int64_t c, int64_t n, O* out) {
@@ -68,15 +69,15 @@ inline int64_t dp_at(const FfnBwd& args, int64_t row, int64_t feature) {
   return (feature / kFfnSumStep * args.block + row) * args.dp_ld + feature % kFfnSumStep;
 }
 
-// Products of rows (rows, k) with panels (k, 64), which leave panels (strip, 64).
+// Products of rows (rows, k) with panels (k, kFfnPanel), which leave panels (strip, kFfnPanel).
 template <typename O, typename C>
 void times_panels(const FfnBwd& args, int64_t rows, int64_t k, const O* left, int64_t ld,
                   const O* panels, int64_t count, C* out, int64_t longest) {
   for (int64_t i = 0; i < rows; i += kFfnRowStep)
     for (int64_t p = 0; p < count; ++p)
       product(std::min(kFfnRowStep, rows - i), kFfnPanel, k, left + i * ld, ld,
-              panels + p * k * kFfnPanel, kFfnPanel, out + (p * args.strip + i) * kFfnPanel, kFfnPanel, false,
-              longest);
+              panels + p * k * kFfnPanel, kFfnPanel, out + (p * args.strip + i) * kFfnPanel,
+              kFfnPanel, false, longest);
 }
 
 // What a row of a panel holds of preact, or of the gate's product: stored, or just computed;
@@ -95,9 +96,9 @@ void load_preact(const T* stored, const T* bias, int64_t n, C* values) {
   for (int64_t j = n; j < kFfnPanel; ++j) values[j] = C(0);
 }
 
-// FFN.3 and FFN.6 on 64 features of a row: from dh, p and g to h (in the place of p), dp and dg; g
-// and dg are null without a gate. (Asked for in the loop, a missing dg becomes a masked store,
-// which costs AMD's processors more than all the rest.)
+// FFN.3 and FFN.6 on kFfnPanel features of a row: from dh, p and g to h (in the place of p), dp and
+// dg; g and dg are null without a gate. (Asked for in the loop, a missing dg becomes a masked
+// store, which costs AMD's processors more than all the rest.)
 template <typename Act, bool kGated, typename C>
 void differentiate(const C* factor, const C* dh, C* p, const C* g, C* dp, C* dg) {
 #pragma omp simd
@@ -146,8 +147,8 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t f = feature + p * kFfnPanel, width = std::min(kFfnPanel, F - f);
     if (w1)
-      turn_right(static_cast<const T*>(args.w1) + f * E, E, width, E, w1 + p * E * kFfnPanel, kFfnPanel,
-                 kFfnPanel);
+      turn_right(static_cast<const T*>(args.w1) + f * E, E, width, E, w1 + p * E * kFfnPanel,
+                 kFfnPanel, kFfnPanel);
     if (gate)
       turn_right(static_cast<const T*>(args.gate) + f * E, E, width, E, gate + p * E * kFfnPanel,
                  kFfnPanel, kFfnPanel);
@@ -190,7 +191,8 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
             __builtin_prefetch(dp + (r + kAhead) * args.dp_ld + j, 1);
         for (int64_t p = 0; p < panels; ++p) {
           const int64_t f = feature + p * kFfnPanel, width = std::min(kFfnPanel, F - f);
-          const int64_t in_panel = (p * strip + r) * kFfnPanel, in_row = r * args.dp_ld + p * kFfnPanel;
+          const int64_t in_panel = (p * strip + r) * kFfnPanel,
+                        in_row = r * args.dp_ld + p * kFfnPanel;
           if (args.dropout.active())
             dropout_factors(args.dropout.seed, number, f, kFfnPanel, args.dropout.bound,
                             static_cast<C>(args.dropout.scale), factors);
@@ -228,12 +230,13 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
     for (int64_t p = 0; p < panels; ++p) {
       C* values = h + p * strip * kFfnPanel;
       std::fill(values + m * kFfnPanel, values + k * kFfnPanel, C(0));
-      const O* right = as_right(values, k, kFfnPanel, reinterpret_cast<O*>(dh + p * strip * kFfnPanel));
+      const O* right =
+          as_right(values, k, kFfnPanel, reinterpret_cast<O*>(dh + p * strip * kFfnPanel));
       for (int64_t i = 0; i < Eo; i += kFfnRowStep)
         product(std::min(kFfnRowStep, Eo - i), std::min(kFfnPanel, n - p * kFfnPanel), k,
                 static_cast<const O*>(args.dy_t) + i * args.dy_t_ld + s, args.dy_t_ld, right,
-                kFfnPanel, static_cast<C*>(args.dw2_sum) + i * F + feature + p * kFfnPanel, F, accumulate,
-                kLongestGradientSum);
+                kFfnPanel, static_cast<C*>(args.dw2_sum) + i * F + feature + p * kFfnPanel, F,
+                accumulate, kLongestGradientSum);
     }
   }
 }

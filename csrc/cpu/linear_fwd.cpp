@@ -117,10 +117,12 @@ void linear_fwd_tile(const LinearFwd& args, DType dtype, int64_t row, int64_t be
 namespace tfm_kernels {
 namespace {
 
-// Tiles and panels of rows as ffn_fwd takes them; fewer features at a time where there would be
-// less to do than threads.
+// Tiles and panels of rows as ffn_fwd takes them, spread evenly over the threads; fewer features at
+// a time where there would be less to do than threads.
 void run_tiles(LinearFwd& args, DType dtype, const at::Tensor& x) {
-  const int64_t threads = at::get_num_threads(), tiles = ceil_div(args.M, kMaxTileRows / 2);
+  const int64_t threads = at::get_num_threads();
+  int64_t tiles = ceil_div(args.M, kMaxTileRows / 2);
+  if (tiles >= threads) tiles = round_up(tiles, threads);
   args.tile = round_up(ceil_div(args.M, tiles), 16);
   args.panel = panel_rows(args.tile, dtype);
   args.chunk = std::min<int64_t>(512, round_up(ceil_div(args.N, ceil_div(threads, tiles)), 16));

@@ -109,7 +109,8 @@ CHOICES = [
     (torch.float32, 3, "aten", "aten"), (torch.float32, 4, "cpu", "cpu"), (torch.float32, 32, "cpu", "cpu"),
     (torch.float32, 33, "aten", "cpu"), (torch.float16, 1, "cpu", "cpu"), (torch.float16, 16, "cpu", "cpu"),
     (torch.float16, 17, "aten", "cpu"), (torch.bfloat16, 8, "cpu", "cpu"), (torch.bfloat16, 65, "aten", "cpu"),
-    (torch.float64, 8, "aten", "aten"), (torch.float32, 0, "aten", "aten"),
+    (torch.float64, 8, "aten", "aten"), (torch.float32, 0, "aten", "aten"), (torch.float32, 384, "aten", "cpu"),
+    (torch.float32, 385, "aten", "aten"), (torch.bfloat16, 9000, "aten", "cpu"),
 ]  # fmt: skip
 
 

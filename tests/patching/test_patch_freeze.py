@@ -11,6 +11,7 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tests.patching.models import batch, bert, distilbert, encoder
+from tfm_kernels import _library
 from tfm_kernels.patching import frozen, onednn
 
 pytestmark = pytest.mark.skipif(not onednn.AVAILABLE, reason="this build of PyTorch has no oneDNN product")
@@ -18,7 +19,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def small_products_pay(monkeypatch):
+def packed_products_pay(monkeypatch):
+    monkeypatch.setattr(_library, "avx2", False)
     monkeypatch.setattr(frozen, "_PRODUCTS", 0)
 
 
@@ -64,6 +66,7 @@ def test_product(rows, dtype, monkeypatch):
 
 def test_small_products_make_no_copy(monkeypatch):
     monkeypatch.undo()
+    monkeypatch.setattr(_library, "avx2", False)
     for rows, width, pays in ((1000, 64, False), (64, 384, True), (16, 384, False), (15, 1024, False), (16, 768, True)):
         layer, x = nn.Linear(width, width).eval().requires_grad_(False), torch.randn(rows, width)
         frozen.freeze(layer)
@@ -95,6 +98,22 @@ def test_16_bit_weights_are_not_kept_where_the_machine_multiplies_them(monkeypat
     with tfk.patch(model, freeze=True) as report:
         call(model)
         assert not any(report.frozen.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+def test_nothing_is_kept_where_vectors_are_short(kind, dtype, monkeypatch):
+    """Bit for bit what the patched model gives that was not frozen; training is refused as everywhere."""
+    monkeypatch.setattr(_library, "avx2", True)
+    model = MODELS[kind]().to(dtype)
+    with tfk.patch(model):
+        plain = call(model)
+    with tfk.patch(model, freeze=True) as report:
+        assert torch.equal(call(model), plain)
+        assert list(report.frozen.values()) == [0] * HOLDERS[kind]
+        module = model.get_submodule(next(iter(report.frozen)))
+        with pytest.raises(RuntimeError, match="freeze=True"):
+            frozen.product(torch.ones(20, 16, dtype=dtype), module, torch.ones(3, 16, requires_grad=True), None)
 
 
 def load(**options):

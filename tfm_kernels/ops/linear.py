@@ -44,9 +44,9 @@ SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cp
 # Rows at which cpu is faster than aten, with the weights in L2 or not (256-256 to 256-8000 and 1024-1024, 2.6 GHz Xeon
 # with AMX and AVX512_FP16): float32 0.9 to 2.0, float16 1.0 to 3.9, bfloat16 1.2 to 3.0 in tiles, 1.2 to 4.8 without.
 _FEW = {torch.float32: range(4, 33), torch.float16: range(1, 17), torch.bfloat16: range(1, 65)}
-# The same for processors with AVX2 and no AVX-512 (33 to 4096 rows, 384-384 to 256-8000, Zen 3): float32 0.95 to 1.45,
-# bfloat16, which PyTorch emulates there, 4 to 7.
-_FEW_OR_MANY = {torch.float32: range(4, 1 << 62), torch.float16: range(1, 1 << 62), torch.bfloat16: range(1, 1 << 62)}
+# The same for processors with AVX2 and no AVX-512 (48 to 8192 rows, 384-384 to 256-8000, Zen 3): float32 1.0 to 1.5,
+# from 512 rows 0.9 to 1.0; bfloat16, which PyTorch emulates there, 4 to 7.
+_FEW_OR_MANY = {torch.float32: range(4, 385), torch.float16: range(1, 1 << 62), torch.bfloat16: range(1, 1 << 62)}
 
 
 def prefer(call: Call) -> tuple[str, ...]:

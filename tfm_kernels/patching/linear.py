@@ -25,12 +25,12 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = x.numel() // max(x.shape[-1], 1)
-    if x.dtype == torch.float32 and onednn.AVAILABLE and not torch.compiler.is_compiling() and _alone(x, weight, bias):
+    if not torch.compiler.is_compiling() and _alone(x, weight, bias):
         if _library.avx2 and _backend.offers("linear"):
             return ops.linear(x, weight, bias)
-        if rows >= _ONEDNN_ROWS:  # it adds the bias as it stores, where F.linear takes a pass of its own for it
-            return onednn.product(x, weight, bias)
-    elif (
+        if x.dtype == torch.float32 and onednn.AVAILABLE and rows >= _ONEDNN_ROWS:
+            return onednn.product(x, weight, bias)  # it adds the bias as it stores; F.linear takes a pass of its own
+    if (
         x.dtype in (torch.bfloat16, torch.float16)
         and onednn.EMULATES_16_BIT
         and weight.dtype == x.dtype
