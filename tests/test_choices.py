@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tfm_kernels import _backend
+from tfm_kernels import _backend, _library
 from tfm_kernels.ops import layer_norm_call
 
 ops = tfk.ops
@@ -125,6 +125,15 @@ def test_the_choice_depends_on_size_and_on_training(dtype):
         assert chosen(op, large, *residual(large)) == "cpu"
     assert chosen("add_layer_norm", small, small, dropout_p=0.1) == "cpu"
     assert chosen("rms_norm", small) == "cpu" and chosen("layer_norm", small, unbiased=True) == "cpu"
+
+
+@pytest.mark.parametrize("avx2", [False, True])
+def test_ffn_trains_few_rows_where_vectors_are_short(avx2, monkeypatch):
+    monkeypatch.setattr(_library, "avx2", avx2)
+    w1, w2 = torch.ones(16, 8, requires_grad=True), torch.ones(8, 16)
+    for rows, cpu in ((1, False), (2, avx2), (63, avx2), (64, True), (511, True), (512, False), (4096, True)):
+        answer = tfk.explain("ffn", torch.ones(rows, 8), w1, None, w2, None)
+        assert ("-> cpu" in answer) is cpu, rows
 
 
 def test_the_memory_is_bounded(monkeypatch):

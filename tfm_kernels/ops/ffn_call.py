@@ -34,9 +34,10 @@ class Call:
 _ATEN_INFERS = range(2, 4)
 # float64, which is there to check gradients, has no tiles: from this many rows 0.3 to 0.8, in training 0.2 to 0.7.
 _FLOAT64_FEW = 17
-# 16 bits -> rows from which cpu trains faster; 32 rows of float32, 512-2048, took 3.9 ms against 3.5. In tiles of
-# bfloat16 only where the hidden activation is large (0.7 to 0.95 at 1024 rows).
-_CPU_TRAINS_FROM, _TILES_TRAIN_FROM = {False: 64, True: 4}, 8192
+# 16 bits -> rows from which cpu trains faster; 32 rows of float32, 512-2048, took 3.9 ms against 3.5, but with AVX2 and
+# no AVX-512 1.1 to 1.8 times less than aten's from 2 to 64 rows (128-512 to 768-3072, Zen 3; one row 0.9 to 1.1). In
+# tiles of bfloat16 only where the hidden activation is large (0.7 to 0.95 at 1024 rows).
+_CPU_TRAINS_FROM, _CPU_TRAINS_FROM_AVX2, _TILES_TRAIN_FROM = {False: 64, True: 4}, {False: 2, True: 4}, 8192
 # Where PyTorch multiplies float16 itself, aten trains faster: 0.5 to 0.7 for cpu at 8 and 32 rows of 512-2048 and
 # 768-3072, 0.9 to 1.0 from 128 to 8192 (2.6 GHz Xeon with AVX512_FP16).
 _F16_PRODUCTS: bool = (
@@ -69,7 +70,8 @@ def _aten_is_faster(call: Call) -> bool:
     if call.dtype == torch.float16 and _F16_PRODUCTS:
         return True
     trains = call.dtype == torch.float32 and call.rows in _ATEN_TRAINS
-    return trains or call.rows < _CPU_TRAINS_FROM[call.dtype.itemsize == 2]
+    cpu_from = _CPU_TRAINS_FROM_AVX2 if _library.avx2 else _CPU_TRAINS_FROM
+    return trains or call.rows < cpu_from[call.dtype.itemsize == 2]
 
 
 def describe(

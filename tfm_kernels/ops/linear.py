@@ -44,16 +44,23 @@ SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cp
 # Rows at which cpu is faster than aten, with the weights in L2 or not (256-256 to 256-8000 and 1024-1024, 2.6 GHz Xeon
 # with AMX and AVX512_FP16): float32 0.9 to 2.0, float16 1.0 to 3.9, bfloat16 1.2 to 3.0 in tiles, 1.2 to 4.8 without.
 _FEW = {torch.float32: range(4, 33), torch.float16: range(1, 17), torch.bfloat16: range(1, 65)}
-# The same for processors with AVX2 and no AVX-512 (48 to 8192 rows, 384-384 to 256-8000, Zen 3): float32 1.0 to 1.5,
-# from 512 rows 0.9 to 1.0; bfloat16, which PyTorch emulates there, 4 to 7.
-_FEW_OR_MANY = {torch.float32: range(4, 385), torch.float16: range(1, 1 << 62), torch.bfloat16: range(1, 1 << 62)}
+# The same for processors with AVX2 and no AVX-512 (1 to 8192 rows, 128-128 to 256-8000, Zen 3): float32 1.1 to 3.7 for
+# few rows, from 512 rows 0.9 to 1.0; one row 0.7 where the weight is small, else 1.3 to 2.0; bfloat16, which PyTorch
+# emulates there, 4 to 7.
+_FEW_OR_MANY = {torch.float32: range(2, 385), torch.float16: range(1, 1 << 62), torch.bfloat16: range(1, 1 << 62)}
+_ONE_ROW_FROM = 1 << 16  # elements of the weight
 
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
-    rows = (_FEW_OR_MANY if _library.avx2 else _FEW).get(call.dtype, ())
-    faster = call.device == "cpu" and call.rows in rows and not torch.compiler.is_compiling()
-    return ("cpu", "aten", "reference") if faster else ("aten", "reference")
+    faster = call.rows in (_FEW_OR_MANY if _library.avx2 else _FEW).get(call.dtype, ()) or _is_row_of_much(call)
+    if faster and call.device == "cpu" and not torch.compiler.is_compiling():
+        return ("cpu", "aten", "reference")
+    return ("aten", "reference")
+
+
+def _is_row_of_much(call: Call) -> bool:
+    return call.rows == 1 and _library.avx2 and call.dtype == torch.float32 and call.width * call.out >= _ONE_ROW_FROM
 
 
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
