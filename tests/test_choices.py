@@ -136,6 +136,16 @@ def test_ffn_trains_few_rows_where_vectors_are_short(avx2, monkeypatch):
         assert ("-> cpu" in answer) is cpu, rows
 
 
+@pytest.mark.parametrize(("avx2", "trains_from"), [(False, 128), (True, 64)])
+def test_attention_trains_from_fewer_queries_where_vectors_are_short(avx2, trains_from, monkeypatch):
+    monkeypatch.setattr(_library, "avx2", avx2)
+    monkeypatch.setattr(_library, "bf16_tiles", False)
+    for needs_grad, limit in ((True, trains_from), (False, 32)):
+        for queries, name in ((limit - 1, "aten"), (limit, "cpu")):
+            q = torch.ones(1, 2, queries, 8, requires_grad=needs_grad)
+            assert f"-> {name}" in tfk.explain("attention", q, q, q)
+
+
 def test_the_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(_backend.Choices, "LIMIT", 3)
     choices = _backend.Choices()
