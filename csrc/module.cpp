@@ -1,10 +1,12 @@
 // The Python module tfm_kernels._C. Importing it registers the CPU kernels; build_info() says what
-// it was built for, signature() makes keys of calls.
+// it was built for, signature() makes keys of calls, plan() and apply() carry calls out.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/headeronly/version.h>
 
 #include <string>
 
+#include "apply.h"
 #include "cpu/gemm.h"
 #include "cpu/isa.h"
 #include "signature.h"
@@ -31,8 +33,24 @@ PYBIND11_MODULE(_C, m) {
       {"signature",
        reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&tfm_kernels::signature)),
        METH_FASTCALL, "signature(*parts) -> bytes | None"},
+      {"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&tfm_kernels::apply)),
+       METH_FASTCALL, "apply(plan, *arguments) -> Tensor | tuple[Tensor, ...] | NotImplemented"},
       {nullptr, nullptr, 0, nullptr}};
   PyModule_AddFunctions(m.ptr(), methods);
+  m.def(
+      "plan",
+      [](std::string forward, std::string backward, std::vector<std::array<int64_t, 2>> sources,
+         std::vector<std::array<int64_t, 2>> targets, std::vector<std::array<int64_t, 3>> absent,
+         std::vector<int64_t> differentiable, int64_t like) {
+        return tfm_kernels::add_plan({std::move(forward), std::move(backward), std::move(sources),
+                                      std::move(targets), std::move(absent),
+                                      std::move(differentiable), like});
+      },
+      pybind11::arg("forward"), pybind11::arg("backward") = "", pybind11::kw_only(),
+      pybind11::arg("sources") = std::vector<std::array<int64_t, 2>>(),
+      pybind11::arg("targets") = std::vector<std::array<int64_t, 2>>(),
+      pybind11::arg("absent") = std::vector<std::array<int64_t, 3>>(),
+      pybind11::arg("differentiable") = std::vector<int64_t>(), pybind11::arg("like") = -1);
   m.def("build_info", [] {
     pybind11::dict info;
     info["torch"] = TORCH_VERSION;

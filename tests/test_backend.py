@@ -56,7 +56,7 @@ def test_a_call_remembers_its_backend_for_its_backward(x):
     x.requires_grad_()
     with tfk.use_backend("cpu"):
         y = tfk.ops.layer_norm(x)
-    assert "Fused" in type(y.grad_fn).__name__
+    assert "Fused" in y.grad_fn.name()
     with tfk.use_backend("reference"):
         y.sum().backward()
     assert x.grad is not None

@@ -57,8 +57,8 @@ def _fwd_fake(query, key, value, bias, keep, key_lengths, cu_seqlens_q, *rest): 
 
 
 def _bwd_fake(dout, dlse, query, key, value, out, lse, bias, keep, key_lengths, cu_seqlens_q, *rest):  # noqa: ANN001
-    need_dbias = rest[-1]
-    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if need_dbias else query.new_empty(0)
+    need_bias = rest[-1]
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if need_bias else query.new_empty(0)
     if cu_seqlens_q is not None:
         return *(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)), dbias
     swapped = lambda t: t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2)  # noqa: E731
@@ -66,35 +66,19 @@ def _bwd_fake(dout, dlse, query, key, value, out, lse, bias, keep, key_lengths, 
 
 
 COMPILED = ("cpu", "triton", "cuda")
-_forward = declare("attention_fwd", f"({_ARGUMENTS.format(residuals='')}) -> (Tensor, Tensor)", _fwd_fake, COMPILED)
+_forward = declare(
+    "attention_fwd", f"({_ARGUMENTS.format(residuals='')}) -> (Tensor out, Tensor lse)", _fwd_fake, COMPILED
+)
 _backward = declare(
     "attention_bwd",
-    f"(Tensor dout, Tensor? dlse, {_ARGUMENTS.format(residuals='Tensor out, Tensor lse, ')}, bool need_dbias) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor dout, Tensor? dlse, {_ARGUMENTS.format(residuals='Tensor out, Tensor lse, ')}, bool need_bias) "
+    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)",
     _bwd_fake,
     COMPILED,
 )
 
 
-def _save(ctx: Any, arguments: tuple, outputs: tuple) -> None:
-    *tensors, max_seqlen_q, max_seqlen_k, window, scale, dropout_p, seed, deterministic = arguments
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, seed, *outputs)
-    ctx.settings = max_seqlen_q, max_seqlen_k, window, scale, dropout_p, deterministic
-
-
-def _gradients(ctx: Any, bwd: Any, needs: tuple, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    query, key, value, bias, *indices, seed, out, lse = ctx.saved_tensors
-    *settings, deterministic = ctx.settings
-    if dout is None:
-        dout = torch.zeros_like(out)
-    dq, dk, dv, dbias = bwd(
-        dout, dlse, query, key, value, out, lse, bias, *indices, *settings, seed, deterministic, needs[3]
-    )
-    return dq, dk, dv, dbias if needs[3] else None, *([None] * 11)
-
-
-_apply = differentiate(_forward, _backward, _save, _gradients)
+_apply = differentiate(_forward, _backward, like="out")
 
 
 def _aten_cannot(call: AttentionCall) -> str | None:

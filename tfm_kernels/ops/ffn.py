@@ -86,22 +86,7 @@ BWD = _library.declare(
 )
 
 
-def _save(ctx, arguments, outputs):
-    x, w1, b1, w2, _, gate, ctx.activation, ctx.dropout_p, seed, dropout_rows, _ = arguments
-    ctx.save_for_backward(x, w1, b1, w2, gate, outputs[1], seed, dropout_rows)
-    ctx.mark_non_differentiable(outputs[1])
-    ctx.set_materialize_grads(False)  # or autograd would fill a (M, F) gradient of preact with zeros
-
-
-def _gradients(ctx, backward, needs, dy, _dpreact):
-    if dy is None:
-        return (None,) * 11
-    *saved, seed, dropout_rows = ctx.saved_tensors
-    grads = backward(dy, *saved, ctx.activation, ctx.dropout_p, seed, dropout_rows, *needs[:6])
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), *(None,) * 5
-
-
-_apply = _library.differentiate(FWD, BWD, _save, _gradients)
+_apply = _library.differentiate(FWD, BWD)
 
 
 def ffn(

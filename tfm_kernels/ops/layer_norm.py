@@ -44,10 +44,10 @@ def _fwd_fake(x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dr
     return y, z, mean, x.new_empty((rows,), dtype=statistics)
 
 
-def _bwd_fake(dy, dz, z, mean, rstd, weight, rms, unbiased, dropout_p, seed, dropout_rows, need_dweight, need_dbias):
+def _bwd_fake(dy, dz, z, mean, rstd, weight, rms, unbiased, dropout_p, seed, dropout_rows, need_weight, need_bias):
     dresidual = z.new_empty(z.shape if dropout_p > 0.0 else (0,))  # without dropout dx serves for both
-    dweight = rstd.new_empty((z.shape[-1] if need_dweight else 0,))
-    return z.new_empty(z.shape), dresidual, dweight, rstd.new_empty((z.shape[-1] if need_dbias else 0,))
+    dweight = rstd.new_empty((z.shape[-1] if need_weight else 0,))
+    return z.new_empty(z.shape), dresidual, dweight, rstd.new_empty((z.shape[-1] if need_bias else 0,))
 
 
 FWD = _library.declare(
@@ -60,42 +60,15 @@ FWD = _library.declare(
 BWD = _library.declare(
     "layer_norm_bwd",
     "(Tensor dy, Tensor? dz, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, bool rms, bool unbiased, "
-    "float dropout_p, Tensor? seed, Tensor? dropout_rows, bool need_dweight, bool need_dbias) "
+    "float dropout_p, Tensor? seed, Tensor? dropout_rows, bool need_weight, bool need_bias) "
     "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
     _bwd_fake,
     COMPILED,
 )
 
 
-def _save(ctx: Any, arguments: tuple, outputs: tuple) -> None:
-    x, residual, weight, bias, _eps, rms, unbiased, dropout_p, seed, dropout_rows = arguments
-    _y, z, mean, rstd = outputs
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if residual is None else z, weight, mean, rstd, seed, dropout_rows)
-    ctx.options = (rms, unbiased, dropout_p)
-    ctx.dtypes = (x.dtype, None if residual is None else residual.dtype, None if bias is None else bias.dtype)
-
-
-def _gradients(ctx: Any, bwd: Any, needs: tuple, dy: Any, dz: Any, _dmean: Any, _drstd: Any) -> tuple:
-    z, weight, mean, rstd, seed, dropout_rows = ctx.saved_tensors
-    x_dtype, residual_dtype, bias_dtype = ctx.dtypes
-    has_residual = residual_dtype is not None
-    if dy is None:
-        dy = torch.zeros_like(z)
-    dx, dresidual, dweight, dbias = bwd(
-        dy, dz if has_residual else None, z, mean, rstd, weight, *ctx.options, seed, dropout_rows, needs[2], needs[3]
-    )
-    return (
-        dx.to(x_dtype) if needs[0] else None,
-        (dresidual if dresidual.numel() else dx).to(residual_dtype) if has_residual and needs[1] else None,
-        dweight.to(weight.dtype) if needs[2] else None,
-        dbias.to(bias_dtype) if needs[3] else None,
-        *[None] * 6,
-    )
-
-
-_apply = _library.differentiate(FWD, BWD, _save, _gradients)
+# without a residual z is x, and without dropout dx serves for both summands
+_apply = _library.differentiate(FWD, BWD, like="z", absent={"z": ("residual", "x")}, shared={"dresidual": "dx"})
 
 
 def _aten_support(call: Call) -> str | None:

@@ -72,7 +72,7 @@ def attention_bwd(
     dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
     bias: Tensor | None, keep: Tensor | None, key_lengths: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, window: list[int], scale: float,
-    dropout_p: float, seed: Tensor | None, deterministic: bool, need_dbias: bool,
+    dropout_p: float, seed: Tensor | None, deterministic: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator attention_bwd_triton; its contract is tfm_kernels/ops/attention.py's."""
     op = "attention_bwd_triton"
@@ -80,20 +80,20 @@ def attention_bwd(
         op, query, key, value, bias, keep, key_lengths, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window,
         scale, dropout_p, seed,
     )  # fmt: skip
-    if need_dbias and bias is None:
-        raise ValueError(f"{op}: need_dbias needs a bias, got None")
+    if need_bias and bias is None:
+        raise ValueError(f"{op}: need_bias needs a bias, got None")
     single, numbers = (*query.shape[:-1], value.shape[-1]), call.statistics_shape()
     _launch.check(
         op, query, dout=(dout, single, (query.dtype,)), out=(out, single, (query.dtype,)),
         lse=(lse, numbers, (torch.float32,)), dlse=(dlse, numbers, (torch.float32,)),
     )  # fmt: skip
     dq, dk, dv = call.like(query, call.dim), call.like(key, call.dim), call.like(value, call.value_dim)
-    like = bias if bias is not None and need_dbias else query.new_empty(0)
+    like = bias if bias is not None and need_bias else query.new_empty(0)
     dbias = torch.zeros(like.shape, dtype=like.dtype, device=query.device)
     if out.numel() == 0 or key.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), dbias
     full = (call.batch, call.heads, call.queries, call.keys)
-    own_dbias = need_dbias and tuple(dbias.shape) == full
+    own_dbias = need_bias and tuple(dbias.shape) == full
 
     capability, width, extras = _launch.capability(query), max(call.dim, call.value_dim), call.extras()
     configs = {name: pick_config(name, width, extras, query.dtype, capability) for name in KERNELS}
@@ -125,7 +125,7 @@ def attention_bwd(
             dbias_ptr=dbias if own_dbias else None, **strides, **call.strides("dq", dq), DQ_D=call.dim,
             OUT_ALIGNED=rows_aligned(dq),
         )  # fmt: skip
-        if need_dbias and not own_dbias:
+        if need_bias and not own_dbias:
             dbias = _broadcast_dbias(call, configs["bias"], dbias, shared, capability)
     return dq, dk, dv, dbias
 

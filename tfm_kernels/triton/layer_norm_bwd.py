@@ -217,8 +217,8 @@ def sum_columns(partial_ptr, sum_ptr, P, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 def layer_norm_bwd(
     dy: Tensor, dz: Tensor | None, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, rms: bool,
-    unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None, need_dweight: bool,
-    need_dbias: bool,
+    unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None, need_weight: bool,
+    need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator layer_norm_bwd_triton; its contract is tfm_kernels/ops/layer_norm.py's."""
     op = "layer_norm_bwd_triton"
@@ -243,7 +243,7 @@ def layer_norm_bwd(
     new = torch.zeros if N > config.block_n or M == 0 else torch.empty
     dweights, dbiases = (
         new((config.programs, N if needed else 0), dtype=torch.float32, device=z.device)
-        for needed in (need_dweight, need_dbias)
+        for needed in (need_weight, need_bias)
     )
     if M == 0:
         return dx, dresidual, dweights[0], dbiases[0]
@@ -253,7 +253,7 @@ def layer_norm_bwd(
         kernel[(config.programs,)](
             dy_ptr=dy2, dz_ptr=dz2, z_ptr=z2, mean_ptr=None if rms else mean.contiguous(), rstd_ptr=rstd.contiguous(),
             weight_ptr=weight, dx_ptr=dx, dresidual_ptr=dresidual if dropped else None,
-            dweight_ptr=dweights if need_dweight else None, dbias_ptr=dbiases if need_dbias else None,
+            dweight_ptr=dweights if need_weight else None, dbias_ptr=dbiases if need_bias else None,
             seed_ptr=seed if dropped else None,
             rows_ptr=dropout_rows.contiguous() if dropped and dropout_rows is not None else None,
             M=M, N=N, dy_stride_m=dy2.stride(0), dz_stride_m=0 if dz2 is None else dz2.stride(0),
@@ -261,12 +261,12 @@ def layer_norm_bwd(
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=aligned,
             STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
-        if config.programs == 1 or not (need_dweight or need_dbias):
+        if config.programs == 1 or not (need_weight or need_bias):
             return dx, dresidual, dweights[0], dbiases[0]
         dweight, dbias = (torch.empty(t.shape[1:], dtype=torch.float32, device=z.device) for t in (dweights, dbiases))
         layer_norm_bwd_sum_kernel[(triton.cdiv(N, SUM_BLOCK_N), 2)](
-            dweight_ptr=dweights if need_dweight else None, dbias_ptr=dbiases if need_dbias else None,
-            dweight_sum_ptr=dweight if need_dweight else None, dbias_sum_ptr=dbias if need_dbias else None,
+            dweight_ptr=dweights if need_weight else None, dbias_ptr=dbiases if need_bias else None,
+            dweight_sum_ptr=dweight if need_weight else None, dbias_sum_ptr=dbias if need_bias else None,
             P=config.programs, N=N, BLOCK_M=SUM_BLOCK_M, BLOCK_N=SUM_BLOCK_N, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return dx, dresidual, dweight, dbias

@@ -1,0 +1,31 @@
+// The Python functions _C.plan and _C.apply, for module.cpp: a fused call with its place in
+// autograd's graph.
+#pragma once
+#include <Python.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tfm_kernels {
+
+// What _library.Rule read off the schemas of an op's forward and backward operators; see there.
+struct Plan {
+  std::string forward, backward;                // qualified names; no backward: no gradients
+  std::vector<std::array<int64_t, 2>> sources;  // of each argument of the backward: (kind, index)
+  std::vector<std::array<int64_t, 2>> targets;  // of each of its results: (argument, shared or -1)
+  std::vector<std::array<int64_t, 3>> absent;   // (output, argument, argument that stands for it)
+  std::vector<int64_t> differentiable;          // outputs, those with a gradient
+  int64_t like = -1;  // argument of the backward that a first gradient of zeros is like, or -1
+};
+
+// Makes a plan known; returns its number.
+int64_t add_plan(Plan plan);
+
+// apply(number, *arguments): the forward operator's output, or a tuple of them; with a node in the
+// graph where a gradient is needed. NotImplemented for what is not plain: a subclass of Tensor, an
+// argument of an unexpected type, an active mode; torch.library's own way takes those.
+PyObject* apply(PyObject* module, PyObject* const* parts, Py_ssize_t count);
+
+}  // namespace tfm_kernels

@@ -1,0 +1,168 @@
+"""The C++ way of a call, csrc/apply.cpp, against the way through torch.library and autograd.Function: the same plan."""
+
+import itertools
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import tfm_kernels as tfk
+from tfm_kernels import _library, ops
+
+pytestmark = pytest.mark.skipif(_library.cpu_extension is None, reason=_library.cpu_missing)
+
+
+class Watched(TorchFunctionMode):
+    """A mode that changes nothing; calls under it are not plain."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def made_in_cpp(output):
+    return "tfm_kernels" in output.grad_fn.name()
+
+
+def gradients(call, inputs, seeds):
+    """(made in C++, outputs, gradients of what wants one) of one call; ``seeds``: which outputs get a gradient."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    outputs = call(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(3)
+    chosen = [t for t, seeded in zip(outputs, seeds, strict=False) if seeded]
+    douts = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in chosen]
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    found = torch.autograd.grad(chosen, wanted, douts)
+    return made_in_cpp(outputs[0]), [*outputs, *found]
+
+
+def draw(*shape, dtype=torch.float32, grad=True):
+    return torch.randn(shape).to(dtype).requires_grad_(grad)
+
+
+def cases():
+    seed = torch.tensor(5)
+    options = {"backend": "cpu"}
+    half, single = torch.bfloat16, torch.float32
+    yield "layer_norm", lambda x, w, b: ops.layer_norm(x, w, b, **options), (draw(3, 8), draw(8), draw(8)), (True,)
+    yield (
+        "mixed dtypes", lambda x, r, w: ops.add_layer_norm(x, r, w, **options),
+        (draw(3, 8, dtype=half), draw(3, 8, dtype=single), draw(8)), (True, True),
+    )  # fmt: skip
+    for seeds in ((True, True), (True, False), (False, True)):
+        yield (
+            f"add_rms_norm {seeds}",
+            lambda x, r, w: ops.add_rms_norm(x, r, w, dropout_p=0.3, seed=seed, **options),
+            (draw(3, 8), draw(3, 8), draw(8)), seeds,
+        )  # fmt: skip
+        yield (
+            f"attention {seeds}",
+            lambda q, k, v, b: ops.attention(
+                q, k, v, tfk.Mask.causal(), bias=b, dropout_p=0.2, seed=seed, return_lse=True, **options
+            ),
+            (draw(2, 3, 5, 8), draw(2, 3, 5, 8), draw(2, 3, 5, 6), draw(1, 3, 5, 5)), seeds,
+        )  # fmt: skip
+    for wanted in itertools.product((False, True), repeat=3):
+        if any(wanted):
+            grad_x, grad_w, grad_gate = wanted
+            yield (
+                f"ffn {wanted}", lambda x, w1, w2, gate: ops.ffn(x, w1, None, w2, None, gate=gate, **options),
+                (draw(4, 8, grad=grad_x), draw(9, 8, grad=grad_w), draw(7, 9, grad=False), draw(9, 8, grad=grad_gate)),
+                (True,),
+            )  # fmt: skip
+
+
+CASES = {name: case for name, *case in cases()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_ways_give_the_same_bits(name):
+    plain, direct = gradients(*CASES[name])
+    with Watched():
+        watched, through_python = gradients(*CASES[name])
+    assert plain and not watched
+    for ours, theirs in zip(direct, through_python, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def norm(x, weight=None):
+    return ops.layer_norm(x, weight, backend="cpu")
+
+
+def test_no_graph_without_a_gradient():
+    x = draw(3, 8)
+    with torch.no_grad():
+        assert norm(x).grad_fn is None
+    assert norm(x.detach()).grad_fn is None
+    with torch.inference_mode():
+        assert norm(x).is_inference()
+
+
+def test_what_the_backward_needs_must_not_have_changed():
+    x = draw(3, 8, grad=False)
+    weight = draw(8)
+    y = norm(x, weight)
+    x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_graph_is_used_once_unless_kept():
+    x = draw(3, 8)
+    y = norm(x)
+    (first,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    (second,) = torch.autograd.grad(y.square().sum(), x)
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(y.square().sum(), x)
+
+
+def test_a_double_backward_is_refused():
+    x = draw(3, 8)
+    (dx,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        dx.sum().backward()
+
+
+def test_hooks_of_saved_tensors_are_called():
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
+        x = draw(3, 8)
+        y = norm(x)
+    assert (3, 8) in seen and made_in_cpp(y)
+
+
+def test_a_subclass_and_a_mode_take_the_other_way():
+    tagged = draw(3, 8).detach().as_subclass(type("Tagged", (torch.Tensor,), {})).requires_grad_()
+    assert not made_in_cpp(norm(tagged))
+    assert made_in_cpp(norm(draw(3, 8)))
+    with FlopCounterMode(display=False):
+        assert not made_in_cpp(norm(draw(3, 8)))
+
+
+def test_forward_mode_and_functorch_are_refused():
+    x = draw(3, 8)
+    with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError), match="forward|jvp"):
+        norm(forward_ad.make_dual(x, torch.ones_like(x)))
+    with pytest.raises(RuntimeError, match="functorch|torch.func|Function Transforms"):
+        torch.func.grad(lambda t: norm(t).sum())(x)
+
+
+def test_compiled_autograd_reads_the_node():
+    from torch._dynamo import compiled_autograd
+
+    inputs = draw(2, 3, 5, 8), draw(2, 3, 5, 8), draw(2, 3, 5, 8)
+    call = lambda: ops.attention(*inputs, tfk.Mask.causal(), backend="cpu")  # noqa: E731
+    eager = torch.autograd.grad(call().sum(), inputs)
+    out = call().sum()
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+        out.backward()
+    for leaf, gradient in zip(inputs, eager, strict=True):
+        assert torch.equal(leaf.grad, gradient)
+
+
+def test_numbers_of_other_types_are_still_numbers():
+    x = draw(3, 8)
+    assert torch.equal(ops.layer_norm(x, eps=1, backend="cpu"), ops.layer_norm(x, eps=1.0, backend="cpu"))
