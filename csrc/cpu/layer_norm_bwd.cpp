@@ -127,8 +127,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   at::Tensor dx = new_output(z.sizes(), options);
   at::Tensor dresidual = split ? new_output(z.sizes(), options) : at::empty({0}, options);
   const int64_t blocks = std::clamp<int64_t>(rows * n / 32768, 1, 16);
-  at::Tensor dweight = at::zeros({blocks, need_dweight ? n : 0}, statistics);
-  at::Tensor dbias = at::zeros({blocks, need_dbias ? n : 0}, statistics);
+  // a row of sums for each block; the one row of a small call is the result itself
+  const auto sums = [&](bool need) {
+    const int64_t width = need ? n : 0;
+    return blocks == 1 ? at::zeros({width}, statistics) : at::zeros({blocks, width}, statistics);
+  };
+  at::Tensor dweight = sums(need_dweight), dbias = sums(need_dbias);
 
   args.dy = dy2.data;
   args.dz = dz2.data;
@@ -152,8 +156,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
     for (int64_t block = begin; block < end; ++block)
       TFM_KERNEL(layer_norm_bwd)(args, dtype_of(dtype), block, scratch.data);
   });
-  return {dx, dresidual, blocks == 1 ? dweight[0] : dweight.sum(0),
-          blocks == 1 ? dbias[0] : dbias.sum(0)};
+  return {dx, dresidual, blocks == 1 ? dweight : dweight.sum(0),
+          blocks == 1 ? dbias : dbias.sum(0)};
 }
 
 TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("layer_norm_bwd_cpu", &layer_norm_bwd_cpu); }
