@@ -157,8 +157,8 @@ class Rule:
     whether an argument needs its gradient ("need_x"). A result of the backward is the gradient of an argument ("dx" of
     "x"). Outputs whose gradient the backward does not take are not differentiable.
 
-    The plan is carried out twice: by ``save`` and ``gradients`` here, for compiled code, exported programs and
-    whatever is not plain, and by csrc/apply.cpp, for plain calls, in a tenth of the time.
+    Two places carry the plan out: csrc/apply.cpp for plain calls, without Python, and ``save`` and ``gradients`` here
+    for compiled code, exported programs and whatever is not plain.
 
     Args:
         forward: a forward operator.
