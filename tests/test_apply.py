@@ -9,9 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tfm_kernels as tfk
-from tfm_kernels import _library, ops
-
-pytestmark = pytest.mark.skipif(_library.cpu_extension is None, reason=_library.cpu_missing)
+from tfm_kernels import ops
 
 
 class Watched(TorchFunctionMode):
