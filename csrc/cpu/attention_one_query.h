@@ -13,6 +13,13 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
+// How many rows of n elements ahead are asked for: 2 KiB of them, which is what a core has under
+// way.
+template <typename T>
+int64_t rows_ahead(int64_t n) {
+  return std::clamp<int64_t>(2048 / (n * sizeof(T)), 4, 16);
+}
+
 // x[j] = q . keys[j] over n keys of d elements, `stride` apart, behind which `more` follow; 0 up to
 // w, a multiple of 16. A vector of partial sums a key; those of V::size() keys are added up at
 // once.
@@ -21,13 +28,14 @@ void dots(const C* q, const T* keys, int64_t stride, int64_t d, int64_t n, int64
           C* x) {
   using V = at::vec::Vectorized<C>;
   constexpr int64_t kLanes = V::size();
+  const int64_t ahead = rows_ahead<T>(d);
   for (int64_t j = 0; j < w; j += kLanes) {
     const int64_t real = std::clamp<int64_t>(n - j, 0, kLanes);
     V partial[kLanes];
     for (int64_t l = 0; l < kLanes; ++l) partial[l] = V(C(0));
     for (int64_t l = 0; l < real; ++l) {
       const T* key = keys + (j + l) * stride;
-      if (stride != d && j + l + kAhead < n + more) prefetch(key + kAhead * stride, d);
+      if (stride != d && j + l + ahead < n + more) prefetch(key + ahead * stride, d);
       V sum(C(0));
       int64_t e = 0;
       for (; e + kLanes <= d; e += kLanes)
@@ -41,28 +49,53 @@ void dots(const C* q, const T* keys, int64_t stride, int64_t d, int64_t n, int64
   }
 }
 
-// out[e..] += weights values, kVectors vectors of it in registers, the last of `last` elements.
-template <int kVectors, typename T, typename C = compute_t<T>>
+// out[e..] += weights values, kVectors vectors of it, or one of `rest` elements where not `whole`.
+// So many keys at a time that eight sums are formed side by side: an addition waits for the one
+// before it.
+template <bool whole, int kVectors, typename T, typename C = compute_t<T>>
 void sum_strip(const Blocks& blocks, const C* weights, const T* values, int64_t stride, int64_t e,
-               int64_t last, C* out) {
+               int64_t rest, C* out) {
   using V = at::vec::Vectorized<C>;
+  static_assert(whole || kVectors == 1);
+  constexpr int kKeys = 8 / kVectors, kSums = kKeys * kVectors;
   const bool apart = stride != kVectors * V::size();
-  V sum[kVectors];
-  for (int i = 0; i < kVectors; ++i) sum[i] = V::loadu(out + e + i * V::size());
+  const int64_t ahead = rows_ahead<T>(kVectors * V::size());
+  const auto load = [&](const T* from) __attribute__((always_inline)) {
+    if constexpr (whole)
+      return load_wide(from);
+    else
+      return load_wide(from, rest);
+  };
+  auto sum = zeros<V, kSums>();
   for (int64_t b = 0; b < blocks.count; ++b) {
     const T* value = values + blocks.first[b] * stride + e;
-    const int64_t there = blocks.real[b] + (blocks.goes_on(b) ? blocks.real[b + 1] : 0);
-    for (int64_t j = 0; j < blocks.real[b]; ++j, value += stride) {
-      const V p(weights[b * kPanel + j]);
-      if (apart && j + kAhead < there) prefetch(value + kAhead * stride, kVectors * V::size());
-      for (int i = 0; i < kVectors - 1; ++i)
-        sum[i] = at::vec::fmadd(p, load_wide(value + i * V::size()), sum[i]);
-      const T* end = value + (kVectors - 1) * V::size();
-      sum[kVectors - 1] = at::vec::fmadd(
-          p, last == V::size() ? load_wide(end) : load_wide(end, last), sum[kVectors - 1]);
-    }
+    const C* weight = weights + b * kPanel;
+    const int64_t real = blocks.real[b];
+    const int64_t there = real + (blocks.goes_on(b) ? blocks.real[b + 1] : 0);
+    int64_t j = 0;
+    for (; j + kKeys <= real; j += kKeys)
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < kKeys; ++k) {
+        const T* row = value + (j + k) * stride;
+        if (apart && j + k + ahead < there) prefetch(row + ahead * stride, kVectors * V::size());
+        const V p(weight[j + k]);
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < kVectors; ++i)
+          sum[k * kVectors + i] =
+              at::vec::fmadd(p, load(row + i * V::size()), sum[k * kVectors + i]);
+      }
+    for (; j < real; ++j)
+#pragma GCC unroll 8
+      for (int s = 0; s < kVectors; ++s)
+        sum[s] = at::vec::fmadd(V(weight[j]), load(value + j * stride + s * V::size()), sum[s]);
   }
-  for (int i = 0; i < kVectors; ++i) sum[i].store(out + e + i * V::size());
+#pragma GCC unroll 8
+  for (int s = 0; s < kVectors; ++s) {
+#pragma GCC unroll 8
+    for (int k = kVectors; k < kSums; k += kVectors) sum[s] = sum[s] + sum[s + k];
+    C* place = out + e + s * V::size();
+    (V::loadu(place) + sum[s]).store(place);
+  }
 }
 
 // out += weights values; out (dv) has room for whole vectors, values are those of column 0 and
@@ -73,11 +106,14 @@ void sum_values(const Blocks& blocks, const C* weights, const T* values, int64_t
   constexpr int64_t kLanes = at::vec::Vectorized<C>::size();
   int64_t e = 0;
   for (; e + 8 * kLanes <= dv; e += 8 * kLanes)
-    sum_strip<8>(blocks, weights, values, stride, e, kLanes, out);
+    sum_strip<true, 8>(blocks, weights, values, stride, e, 0, out);
   for (; e + 4 * kLanes <= dv; e += 4 * kLanes)
-    sum_strip<4>(blocks, weights, values, stride, e, kLanes, out);
-  for (; e < dv; e += kLanes)
-    sum_strip<1>(blocks, weights, values, stride, e, std::min<int64_t>(kLanes, dv - e), out);
+    sum_strip<true, 4>(blocks, weights, values, stride, e, 0, out);
+  for (; e + 2 * kLanes <= dv; e += 2 * kLanes)
+    sum_strip<true, 2>(blocks, weights, values, stride, e, 0, out);
+  for (; e + kLanes <= dv; e += kLanes)
+    sum_strip<true, 1>(blocks, weights, values, stride, e, 0, out);
+  if (e < dv) sum_strip<false, 1>(blocks, weights, values, stride, e, dv - e, out);
 }
 
 }  // namespace

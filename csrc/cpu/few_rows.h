@@ -129,9 +129,7 @@ void turned_tile(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, int
       widen(features[f], k, weights[f]);
   }
   for (int64_t column = 0; column < ld; column += kVectors * kLanes) {
-    V sum[kFeatures][kVectors];
-    for (auto& vectors : sum)
-      for (V& vector : vectors) vector = V(C(0));
+    auto sum = zeros<V, kFeatures * kVectors>();
     for (int64_t line = 0; line < k; line += kLine<T>) {
       // a few lines at a time, so that they are on their way while these are multiplied
       if (column == 0)
@@ -147,7 +145,7 @@ void turned_tile(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, int
           const V weight(weights[f][i]);
 #pragma GCC unroll 2
           for (int64_t v = 0; v < kVectors; ++v)
-            sum[f][v] = at::vec::fmadd(weight, factor[v], sum[f][v]);
+            sum[f * kVectors + v] = at::vec::fmadd(weight, factor[v], sum[f * kVectors + v]);
         }
       }
     }
@@ -158,7 +156,7 @@ void turned_tile(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, int
 #pragma GCC unroll 2
       for (int64_t v = 0; v < kVectors; ++v) {
         C* place = out + f * ld + column + v * kLanes;
-        (V::loadu(place) + sum[f][v]).store(place);
+        (V::loadu(place) + sum[f * kVectors + v]).store(place);
       }
     }
   }

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 namespace tfm_kernels {
 
@@ -247,6 +248,15 @@ double sum_lanes(int64_t n, Term term) {
   return sums_lanes<T, 1>(n, [&]<typename V>(int64_t i) {
     return std::array<V, 1>{term.template operator()<V>(i)};
   })[0];
+}
+
+// n vectors of zeros, written out: an array that a loop fills (`V v[n];` calls constructors in one)
+// gcc keeps in memory, and stores it in every turn of the loops that add to it.
+template <typename V, size_t n>
+[[gnu::always_inline]] inline std::array<V, n> zeros() {
+  return []<size_t... i>(std::index_sequence<i...>) {
+    return std::array<V, n>{(static_cast<void>(i), V(0))...};
+  }(std::make_index_sequence<n>{});
 }
 
 // Lane i of the result is the sum of the lanes of v[i]; n vectors of n lanes.
