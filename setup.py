@@ -19,6 +19,7 @@ import zlib
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -188,7 +189,7 @@ else:
 
 setup(
     name="tfm_kernels",
-    version="0.1.0",
+    version=run_path(str(ROOT / "tfm_kernels" / "_version.py"))["__version__"],
     description="Fused Transformer layers for PyTorch, with a proof of parity",
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tfm_kernels import _measured
 from tfm_kernels._backend import BACKENDS
 from tfm_kernels.testing.judge import MEASURED
 
@@ -34,6 +35,16 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(scope="session")
 def device(request):
     return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def untuned(tmp_path_factory):
+    """The choices that tune() kept for whoever runs the tests neither count in them nor are touched."""
+    with pytest.MonkeyPatch.context() as patch:
+        file = tmp_path_factory.mktemp("cache") / "tuned.json"
+        patch.setattr(_measured, "file", lambda: file)
+        _measured.ignore()
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -123,7 +123,7 @@ def test_the_choice_depends_on_size_and_on_training(dtype, avx2, monkeypatch):
     chosen = lambda op, *args, **kwargs: tfk.explain(op, *args, **kwargs).splitlines()[-1].split()[1]  # noqa: E731
     for op in ("layer_norm", "add_layer_norm"):
         residual = lambda x, op=op: (x,) if op.startswith("add") else ()  # noqa: E731
-        wins_at_once = avx2 and op == "add_layer_norm" and dtype == torch.float32
+        wins_at_once = op == "add_layer_norm" and dtype == torch.float32
         assert chosen(op, small, *residual(small)) == ("cpu" if wins_at_once else "aten")
         assert chosen(op, large, *residual(large)) == "cpu"
     assert chosen("add_layer_norm", small, small, dropout_p=0.1) == "cpu"
@@ -131,22 +131,30 @@ def test_the_choice_depends_on_size_and_on_training(dtype, avx2, monkeypatch):
 
 
 @pytest.mark.parametrize("avx2", [False, True])
-def test_ffn_trains_few_rows_where_vectors_are_short(avx2, monkeypatch):
+def test_ffn_trains_few_rows_where_vectors_are_short_and_more_where_they_are_long(avx2, monkeypatch):
     monkeypatch.setattr(_library, "avx2", avx2)
     w1, w2 = torch.ones(16, 8, requires_grad=True), torch.ones(8, 16)
-    for rows, cpu in ((1, False), (2, avx2), (63, avx2), (64, True), (511, True), (512, False), (4096, True)):
+    for rows, cpu in ((1, False), (2, avx2), (63, avx2), (64, True), (511, True), (512, not avx2), (4096, True)):
         answer = tfk.explain("ffn", torch.ones(rows, 8), w1, None, w2, None)
         assert ("-> cpu" in answer) is cpu, rows
 
 
-@pytest.mark.parametrize(("avx2", "trains_from"), [(False, 128), (True, 64)])
-def test_attention_trains_from_fewer_queries_where_vectors_are_short(avx2, trains_from, monkeypatch):
+@pytest.mark.parametrize(("avx2", "trains_from", "infers_from"), [(False, 128, 48), (True, 64, 32)])
+def test_attention_takes_fewer_queries_where_vectors_are_short(avx2, trains_from, infers_from, monkeypatch):
     monkeypatch.setattr(_library, "avx2", avx2)
     monkeypatch.setattr(_library, "bf16_tiles", False)
-    for needs_grad, limit in ((True, trains_from), (False, 32)):
+    for needs_grad, limit in ((True, trains_from), (False, infers_from)):
         for queries, name in ((limit - 1, "aten"), (limit, "cpu")):
             q = torch.ones(1, 2, queries, 8, requires_grad=needs_grad)
             assert f"-> {name}" in tfk.explain("attention", q, q, q)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_attention_takes_fewer_queries_of_many_keys_where_vectors_are_long(needs_grad, monkeypatch):
+    monkeypatch.setattr(_library, "avx2", False)
+    for queries, keys, name in ((15, 256, "aten"), (16, 255, "aten"), (16, 256, "cpu")):
+        q, k = (torch.ones(1, 2, length, 8, requires_grad=needs_grad) for length in (queries, keys))
+        assert f"-> {name}" in tfk.explain("attention", q, k, k)
 
 
 def test_the_memory_is_bounded(monkeypatch):

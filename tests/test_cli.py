@@ -11,6 +11,7 @@ import pytest
 from tfm_kernels import cli
 from tfm_kernels.commands import prove
 
+COMMANDS = ("doctor", "prove", "tune", "train", "translate", "generate", "classify", "attention-maps")
 MODEL = """
 import torch
 from torch import nn
@@ -52,7 +53,7 @@ def run(capsys, *arguments):
     return code, out, err
 
 
-@pytest.mark.parametrize("command", ["doctor", "prove", "train", "translate", "generate", "classify", "attention-maps"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_an_example(capsys, command):
     code, out, _ = run(capsys, command, "--help")
     assert code == 0 and "example" in out and f"python -m tfm_kernels {command}" in out
@@ -64,11 +65,11 @@ def test_every_example_in_readme_and_help_is_a_command(capsys):
     """Their words are parsed, not run; what a command says of its own examples is among them."""
     text = (Path(__file__).resolve().parent.parent / "README.md").read_text()
     small = re.search(r'^SMALL="(.*)"', text, re.MULTILINE)[1]
-    for command in ["", "doctor", "prove", "train", "translate", "generate", "classify", "attention-maps"]:
+    for command in ["", *COMMANDS]:
         text += run(capsys, *command.split(), "--help")[1]
     for task in ["translate", "classify", "masked-lm", "causal-lm"]:
         text += run(capsys, "train", task, "--help")[1]
-    lines = re.findall(r"-m tfm_kernels ((?:doctor|prove|train|translate|generate|classify|attention-maps)\b.*)", text)
+    lines = re.findall(rf"-m tfm_kernels ((?:{'|'.join(COMMANDS)})\b.*)", text)
     examples = {line for line in lines if not re.search(r"\[-|\||`", line)}  # not a usage line, not prose
     assert len(examples) > 20
     for example in examples:

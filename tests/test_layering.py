@@ -16,12 +16,15 @@ from tfm_kernels import _backend, _library
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tfm_kernels"
-LEAVES = {"mask", "dropout", "_backend", "_library", "_check"}
+LEAVES = {"mask", "dropout", "_backend", "_library", "_check", "_measured"}
 # room -> the rooms it may import from (besides itself); a file directly in the package is a room of its own
 ALLOWED = {
     "mask": set(),
     "dropout": set(),
-    "_backend": set(),
+    "_backend": {"_measured"},
+    "_measured": {"_version"},
+    "_version": set(),
+    "interleaved": set(),
     "_library": set(),
     "_check": {"dropout"},
     "reference": {"mask", "dropout"},
@@ -37,8 +40,9 @@ ALLOWED = {
     "patching": LEAVES | {"nn", "ops"},
     "proof": LEAVES | {"patching", "nn", "ops", "testing"},
     "diagnosis": LEAVES | {"ops"},
+    "tuning": LEAVES | {"interleaved"},
     "training": LEAVES | {"models", "nn", "ops"},
-    "demo": LEAVES | {"proof", "patching", "diagnosis", "nn", "ops"},
+    "demo": LEAVES | {"proof", "patching", "diagnosis", "interleaved", "nn", "ops"},
     "commands": LEAVES
     | {
         "training",
@@ -49,6 +53,7 @@ ALLOWED = {
         "proof",
         "patching",
         "diagnosis",
+        "tuning",
         "nn",
         "ops",
     },

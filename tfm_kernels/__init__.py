@@ -8,6 +8,7 @@ from . import testing as testing
 from ._backend import BackendError as BackendError
 from ._backend import explain as explain
 from ._backend import use_backend as use_backend
+from ._version import __version__ as __version__
 from .attention_maps import get_attention_maps as get_attention_maps
 from .diagnosis import doctor as doctor
 from .generation import generate as generate
@@ -18,5 +19,5 @@ from .patching import patch as patch
 from .patching import unpatch as unpatch
 from .proof import ProofReport as ProofReport
 from .proof import prove as prove
-
-__version__ = "0.1.0"
+from .tuning import TuneReport as TuneReport
+from .tuning import tune as tune

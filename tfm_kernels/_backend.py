@@ -7,14 +7,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from . import _measured
+
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
 UNPROVEN = "not yet proven on a GPU; name it explicitly"  # the remark of kernels that no GPU has run
 
+_told: Callable[[Op, Any], None] | None = None  # set by telling_choices()
 _forced: str | None = None  # set by use_backend(); a plain global, because a ContextVar breaks fullgraph compilation
 
 
 class BackendError(RuntimeError):
     """A backend that was asked for by name cannot run the call; the message says why."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A call like another, on tensors of its own.
+
+    Attributes:
+        run: function(backend) -> the outputs that gradients come from.
+        leaves: the tensors whose gradients the call is trained for; none without training.
+    """
+
+    run: Callable[[str], tuple[Tensor, ...]]
+    leaves: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,7 +44,9 @@ class Op:
         name: the public function's name.
         support: backend -> function(call) that answers None ("I can") or one sentence why not.
         prefer: function(call) -> backends in the order of automatic choice.
-        describe: checks the public function's arguments and returns the ``call`` that the other two read.
+        describe: checks the public function's arguments and returns the ``call`` that all others read.
+        bucket: function(call) -> its device type, and the words (``_measured.bucket``) of the calls that take as long.
+        stand_in: function(call) -> how to run one like it, for its time.
         remarks: backend -> what explain() adds where the backend can run the call.
     """
 
@@ -33,6 +54,8 @@ class Op:
     support: Mapping[str, Callable[[Any], str | None]]
     prefer: Callable[[Any], tuple[str, ...]]
     describe: Callable[..., Any]
+    bucket: Callable[[Any], tuple[str, str]]
+    stand_in: Callable[[Any], StandIn]
     remarks: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -53,10 +76,42 @@ def select(op: Op, call: Any, backend: str | None) -> str:
         if reason is not None:
             raise BackendError(f"{op.name}: backend {name!r} cannot run this call: {reason}")
         return name
+    if _told is not None:
+        _told(op, call)
+    measured = _measured_choice(op, call)
+    if measured is not None:
+        return measured
     for name in op.prefer(call):
         if op.support[name](call) is None:
             return name
     raise BackendError(f"{op.name}: no backend can run this call:\n{_reasons(op, call)}")
+
+
+def _measured_choice(op: Op, call: Any) -> str | None:
+    """What tune() found fastest for calls like this one, where it can run it."""
+    if torch.compiler.is_compiling():  # a compiled graph must not depend on the lengths
+        return None
+    name = _measured.choice(*bucket(op, call)) if _measured.known() else None
+    return name if name is not None and name in op.support and op.support[name](call) is None else None
+
+
+def bucket(op: Op, call: Any) -> tuple[str, str]:
+    """Where the table of measured choices has this call: its device type, and op and bucket."""
+    device, words = op.bucket(call)
+    return device, f"{op.name} {words}"
+
+
+@contextmanager
+def telling_choices(tell: Callable[[Op, Any], None]) -> Iterator[None]:
+    """Within it ``tell`` is called with each op and call that automatic choice decides on, alike ones once."""
+    global _told
+    before, _told = _told, tell
+    Choices.forget()
+    try:
+        yield
+    finally:
+        _told = before
+        Choices.forget()
 
 
 def why_not(op: Op, call: Any, backend: str) -> str | None:
@@ -66,6 +121,11 @@ def why_not(op: Op, call: Any, backend: str) -> str | None:
     if backend not in op.support:
         return f"{op.name} has no {backend} kernels yet"
     return op.support[backend](call)
+
+
+def forced() -> str | None:
+    """The backend that use_backend() asks for."""
+    return _forced
 
 
 def offers(op: str) -> bool:
@@ -165,6 +225,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
     call = entry.describe(*args, **kwargs)
     chosen = select(entry, call, None)
     why = "use_backend() asks for it" if _forced is not None else "automatic choice"
+    if _forced is None and _measured_choice(entry, call) is not None:
+        why += ", measured by tune()"
     return f"{op}\n{_reasons(entry, call)}\n  -> {chosen} ({why})"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,3 +132,14 @@ def records_graph(*tensors: Tensor | None) -> bool:
             if value is not None and value.requires_grad:
                 return True
     return False
+
+
+def call_arguments(caller: str, inputs: Any) -> tuple[tuple, dict[str, Any]]:
+    """Positional arguments and those by name: a tensor is the one argument, a mapping holds them by name."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    raise TypeError(f"{caller}: inputs must be a tensor, a tuple or a dict of arguments, got {type(inputs).__name__}")

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlparse
 
 import torch
 
-from . import _library
+from . import _library, _measured
 
 PACKAGE = Path(__file__).resolve().parent
 BUILD_TOOLS = ("setuptools", "ninja", "pybind11")  # what --no-build-isolation leaves to the environment
@@ -63,7 +63,7 @@ def doctor() -> str:
 
 def examine() -> list[Finding]:
     """All findings, in the order they are told."""
-    return [_cpu_kernels(), _cpu_capability(), _threads(), _cuda_kernels(), _gpu(), _triton()]
+    return [_cpu_kernels(), _cpu_capability(), _threads(), _cuda_kernels(), _gpu(), _triton(), _tuned()]
 
 
 def _title() -> str:
@@ -209,3 +209,11 @@ def _triton() -> Finding:
     if torch.cuda.is_available():
         return Finding("Triton", "fault", "not installed, and the GPU kernels need it", "pip install triton")
     return Finding("Triton", "good", "not installed; only a GPU needs it")
+
+
+def _tuned() -> Finding:
+    counts = {device: len(_measured.choices(device)) for device in ("cpu", "cuda")}
+    found = ", ".join(f"{count} buckets of calls on {device}" for device, count in counts.items() if count)
+    if found:
+        return Finding("tuned", "good", f"{found}, in {_measured.file()}")
+    return Finding("tuned", "good", "nothing measured by tune(): automatic choice goes by what was measured elsewhere")

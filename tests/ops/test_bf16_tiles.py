@@ -61,14 +61,15 @@ def test_odd_widths(op):
     tfk.testing.assert_contract(op, odd(op), backend="cpu")
 
 
+def ffn_of(dtype, rows, dropout_p, training):
+    return ffn_call.Call("cpu", dtype, rows, 384, 1536, 384, "gelu", False, True, dropout_p, training)
+
+
 @pytest.mark.parametrize("training", (False, True))
 @pytest.mark.parametrize("tiles", (False, True))
 def test_choice_follows_the_tiles(monkeypatch, tiles, training):
     monkeypatch.setattr(_library, "bf16_tiles", tiles)
-    first = {
-        rows: ffn_call.prefer(ffn_call.Call("cpu", torch.bfloat16, rows, 384, 1536, 384, False, 0.0, training))[0]
-        for rows in (1, 64, 8192)
-    }
+    first = {rows: ffn_call.prefer(ffn_of(torch.bfloat16, rows, 0.0, training))[0] for rows in (1, 64, 8192)}
     assert first[8192] == "cpu"
     assert first[1] == ("aten" if training else "cpu")
     assert first[64] == ("aten" if tiles and training else "cpu")
@@ -79,9 +80,6 @@ def test_choice_follows_the_tiles(monkeypatch, tiles, training):
 def test_choice_follows_the_float16_products(monkeypatch, native, dropout_p):
     monkeypatch.setattr(ffn_call, "_F16_PRODUCTS", native)
     first = {
-        training: ffn_call.prefer(ffn_call.Call("cpu", torch.float16, 512, 384, 1536, 384, False, dropout_p, training))[
-            0
-        ]
-        for training in (False, True)
+        training: ffn_call.prefer(ffn_of(torch.float16, 512, dropout_p, training))[0] for training in (False, True)
     }
     assert first == {False: "cpu", True: "aten" if native and dropout_p == 0.0 else "cpu"}

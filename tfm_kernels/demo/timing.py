@@ -1,11 +1,12 @@
-"""Interleaved timing: each round runs every model once, in alternating order, and medians are compared."""
+"""Original against patched, timed in turns; medians are compared."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from .. import interleaved
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,7 @@ def race(
         seconds: how long to go on.
         tick: told how much of the work is done, from 0 to 1, after each round.
     """
-    stock(), patched()
-    spent: list[tuple[float, float]] = []
-    begin = time.perf_counter()
-    while len(spent) < 3 or (len(spent) < 30 and time.perf_counter() - begin < seconds):
-        order = (stock, patched) if len(spent) % 2 == 0 else (patched, stock)
-        took = {run: _seconds(run) for run in order}
-        spent.append((took[stock], took[patched]))
-        part = (time.perf_counter() - begin) / seconds if seconds > 0.0 else 1.0
-        tick(min(1.0, max(len(spent) / 30, part)))
-    ratios = [before / after for before, after in spent]
-    medians = [statistics.median(column) for column in zip(*spent, strict=True)]
-    return Timing(label, medians[0], medians[1], statistics.median(ratios), len(spent))
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+    rounds = interleaved.race({"stock": stock, "patched": patched}, seconds, 30, tick)
+    ratios = [taken["stock"] / taken["patched"] for taken in rounds]
+    medians = {name: statistics.median(taken[name] for taken in rounds) for name in ("stock", "patched")}
+    return Timing(label, medians["stock"], medians["patched"], statistics.median(ratios), len(rounds))

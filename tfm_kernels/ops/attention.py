@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from .. import _check, _library, dropout
-from .._backend import UNPROVEN, Choices, Op, register, select
+from .._backend import UNPROVEN, Choices, Op, StandIn, register, select
 from .._library import declare, differentiate, missing, signature
 from ..aten import attention as aten
 from ..mask import Mask
 from ..reference import attention as reference
-from .attention_call import EVERYTHING, LONGEST, AttentionCall, checked_call, describe_dense
+from .attention_call import EVERYTHING, LONGEST, AttentionCall, bucket, checked_call, describe_dense
 from .attention_watch import is_watched, tell
 
 _ARGUMENTS = (
@@ -136,40 +136,40 @@ def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's
 
 
 # (dtype, training) -> queries from which cpu is faster than PyTorch's plain attention, which needs no keys turned for
-# matrix tiles and keeps less per tile. Times of PyTorch over ours on one core of a 2.6 GHz Xeon with AMX, 64 wide:
-# float32 0.97 at 8 queries, 0.95 at 32, 1.1 to 1.3 from 48; in training 0.7 at 16, 0.8 at 32, 0.9 at 64 and 96, 1.04
-# at 128. bfloat16 0.7 to 1.2 below 128 queries and 1.1 to 1.2 at 512; in training 3 to 5 everywhere. float64, which is
-# there to check gradients, has no tiles: 0.5 at 256.
+# matrix tiles and keeps less per tile. Times over PyTorch's with as many keys as queries (two threads, 16 to 384
+# sequence-heads 32 to 128 wide, 2.6 GHz Xeon with AMX): float32 1.15 to 1.23 at 32 queries, 0.83 to 0.88 at 48; in
+# training 1.0 to 1.1 at 48 and 64, 0.9 to 1.2 at 96, 0.75 to 0.92 at 128. bfloat16 0.8 to 1.2 below 128 queries and
+# 1.0 there; in training 0.1 to 0.4 everywhere. float64, which is there to check gradients, has no tiles: 2 at 256.
 _QUERIES_FROM = {
-    (torch.float32, False): 32, (torch.float32, True): 128,
+    (torch.float32, False): 48, (torch.float32, True): 128,
     (torch.float64, False): LONGEST, (torch.float64, True): LONGEST,
 }  # fmt: skip
 _QUERIES_FROM_WITH_TILES = {(torch.bfloat16, False): 128, **_QUERIES_FROM}
-# With AVX2 and no AVX-512 (Zen 3, 8 to 512 sequence-heads 32 and 64 wide): in training 0.9 to 1.1 at 48 queries, 1.0 to
-# 1.2 at 64, 0.96 to 1.1 at 96.
-_QUERIES_FROM_AVX2 = {**_QUERIES_FROM, (torch.float32, True): 64}
+# The same with so many keys: 16 x 1024 0.99, in training 0.96; 32 x 512 0.90 and 0.95; 48 x 256 0.74 and 0.84.
+_MANY_KEYS, _QUERIES_FROM_MANY_KEYS = 256, {(torch.float32, False): 16, (torch.float32, True): 16}
+# With AVX2 and no AVX-512 (Zen 3, 8 to 512 sequence-heads 32 and 64 wide): in training 0.9 to 1.1 at 48 queries, 0.85
+# to 1.0 at 64, 0.9 to 1.04 at 96.
+_QUERIES_FROM_AVX2 = {**_QUERIES_FROM, (torch.float32, False): 32, (torch.float32, True): 64}
+# One query needs no tiles: cpu is faster where there is much to read. Elements of key: (two threads, 2.6 GHz Xeon)
+# float32 1.0 to 1.2 below 2**16 and 0.7 to 1.1 from there, bfloat16 0.55 to 1.0, but 1.15 to 1.3 for some of 2**21.
+_ONE_QUERY_FROM, _ONE_QUERY_FROM_AVX2 = 1 << 16, 1 << 18
 
 
 def _has_few_queries(call: AttentionCall) -> bool:
-    """Whether a plain call is too small to gain. One query needs no tiles: cpu is faster where there is much to read.
-
-    (Two threads, times of PyTorch over ours, 16 to 512 sequence-heads 32 and 64 wide, 32 to 512 keys: 2.6 GHz Xeon with
-    AMX, float32 0.94 to 1.07 below 2**18 elements of key and 1.01 to 1.5 from there, bfloat16 1.1 to 2.2, but 0.9 at
-    2**23; 2.5 GHz Cascade Lake, float32 at 2**22 1.1.)
-    """
+    """Whether a plain call is too small to gain."""
     if torch.compiler.is_compiling():  # a compiled graph must not depend on the lengths
         return False
+    if call.cu_seqlens_q is not None or call.bias is not None or call.mask.hides():
+        return False
+    if call.max_seqlen_q == 1 and call.key.numel() >= (_ONE_QUERY_FROM_AVX2 if _library.avx2 else _ONE_QUERY_FROM):
+        return False
+    queries_from = _QUERIES_FROM_WITH_TILES if _library.bf16_tiles else _QUERIES_FROM
+    if _library.avx2:
+        queries_from = _QUERIES_FROM_AVX2
+    elif call.max_seqlen_k >= _MANY_KEYS:
+        queries_from = {**queries_from, **_QUERIES_FROM_MANY_KEYS}
     training = _check.records_graph(call.query, call.key, call.value)
-    queries_from = _QUERIES_FROM_AVX2 if _library.avx2 else _QUERIES_FROM
-    if _library.bf16_tiles:
-        queries_from = _QUERIES_FROM_WITH_TILES
-    return (
-        call.max_seqlen_q < queries_from.get((call.query.dtype, training), 0)
-        and not (call.max_seqlen_q == 1 and call.key.numel() >= 1 << 18)
-        and call.cu_seqlens_q is None
-        and call.bias is None
-        and not call.mask.hides()
-    )
+    return call.max_seqlen_q < queries_from.get((call.query.dtype, training), 0)
 
 
 def run(call: AttentionCall, backend: str) -> tuple[Tensor, Any]:
@@ -220,7 +220,27 @@ def describe(
     return describe_dense("attention", query, key, value, mask, bias, scale, dropout_p, seed, return_lse, deterministic)
 
 
-_OP = register(Op("attention", SUPPORT, PREFER, describe, REMARKS))
+def stand_in(call: AttentionCall) -> StandIn:
+    """The call on random queries, keys and values that lie as its own do, with its own mask and a copy of its bias."""
+    query, key, value = (torch.empty_like(t).normal_() for t in (call.query, call.key, call.value))
+    bias = None if call.bias is None else call.bias.detach().clone()
+    leaves: list[Tensor] = []
+    if _check.records_graph(call.query, call.key, call.value, call.bias):
+        leaves = [query, key, value]
+        if bias is not None and call.bias is not None and call.bias.requires_grad:
+            leaves.append(bias)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    like = call._replace(query=query, key=key, value=value, bias=bias)
+
+    def outputs(backend: str) -> tuple[Tensor, ...]:
+        out, lse = run(like, backend)
+        return (out, lse) if call.return_lse else (out,)
+
+    return StandIn(outputs, leaves)
+
+
+_OP = register(Op("attention", SUPPORT, PREFER, describe, bucket, stand_in, REMARKS))
 _CHOICES = Choices()
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _check
+from .. import _check, _measured
 from ..mask import Mask
 
 EVERYTHING = Mask()
@@ -32,6 +32,21 @@ class AttentionCall(NamedTuple):  # a frozen dataclass of so many fields takes 3
     seed: Tensor | None
     return_lse: bool
     deterministic: bool
+
+
+def bucket(call: AttentionCall) -> tuple[str, str]:
+    """The device, and what a measured time depends on."""
+    query, key, mask, rounded = call.query, call.key, call.mask, _measured.rounded
+    packed = call.cu_seqlens_q is not None
+    sequences = call.cu_seqlens_q.shape[0] - 1 if call.cu_seqlens_q is not None else query.shape[0]
+    return query.device.type, _measured.bucket(
+        query.dtype, sequences=rounded(sequences), heads=query.shape[1], key_heads=key.shape[1],
+        tokens=rounded(query.shape[0]) if packed else None, queries=rounded(call.max_seqlen_q),
+        keys=rounded(call.max_seqlen_k), dim=query.shape[-1], value_dim=call.value.shape[-1], banded=mask.has_band(),
+        lengths=mask.key_lengths is not None, kept=mask.keep_matrix is not None, biased=call.bias is not None,
+        dropout=call.dropout_p > 0.0, lse=call.return_lse,
+        training=_check.records_graph(query, key, call.value, call.bias),
+    )  # fmt: skip
 
 
 def describe_dense(

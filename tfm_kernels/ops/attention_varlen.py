@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import _check
 from .._backend import Op, register, select
 from ..mask import Mask
-from .attention import PREFER, REMARKS, SUPPORT, run
-from .attention_call import LONGEST, AttentionCall, check_device, check_heads, check_rest, check_scale, on_host
+from .attention import PREFER, REMARKS, SUPPORT, run, stand_in
+from .attention_call import LONGEST, AttentionCall, bucket, check_device, check_heads, check_rest, check_scale, on_host
 
 
 def describe(
@@ -86,7 +86,7 @@ def _short(values: list[int]) -> str:
     return str(values) if len(values) <= 12 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
 
 
-_OP = register(Op("attention_varlen", SUPPORT, PREFER, describe, REMARKS))
+_OP = register(Op("attention_varlen", SUPPORT, PREFER, describe, bucket, stand_in, REMARKS))
 
 
 def attention_varlen(

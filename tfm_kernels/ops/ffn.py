@@ -17,13 +17,15 @@ the backward recomputes it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import _backend, _check, _library
 from ..aten import ffn as aten
 from ..reference import ffn as reference
-from .ffn_call import ACTIVATIONS, Call, describe, prefer
+from .ffn_call import ACTIVATIONS, Call, bucket, describe, prefer
 
 COMPILED = ("cpu", "triton", "cuda")
 
@@ -53,7 +55,22 @@ SUPPORT = {
 REMARKS = dict.fromkeys(("triton", "cuda"), _backend.UNPROVEN)
 
 
-OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe, REMARKS))
+def _stand_in(call: Call) -> _backend.StandIn:
+    given: dict[str, Any] = {"dtype": call.dtype, "device": call.device}
+    x = torch.randn(call.rows, call.width, **given)
+    w1 = torch.randn(call.hidden, call.width, **given).div_(max(call.width, 1) ** 0.5)
+    w2 = torch.randn(call.out, call.hidden, **given).div_(max(call.hidden, 1) ** 0.5)
+    b1, b2 = (torch.zeros(size, **given) if call.biased else None for size in (call.hidden, call.out))
+    options: dict[str, Any] = {"activation": call.activation, "dropout_p": call.dropout_p}
+    gate = torch.randn_like(w1).div_(max(call.width, 1) ** 0.5) if call.gated else None
+    leaves = [leaf for leaf in (x, w1, b1, w2, b2, gate) if leaf is not None]
+    return _backend.StandIn(
+        lambda backend: (ffn(x, w1, b1, w2, b2, gate=gate, **options, backend=backend),),
+        [leaf.requires_grad_() for leaf in leaves] if call.training else [],
+    )
+
+
+OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
 _CHOICES = _backend.Choices()  # (backend, Call)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import _check, _library
+from .. import _check, _library, _measured
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # the registered operators take the index
 
@@ -23,15 +23,17 @@ class Call:
     width: int
     hidden: int
     out: int
+    activation: str
     gated: bool
+    biased: bool
     dropout_p: float
     training: bool
 
 
-# Without gradients cpu is faster than aten or as fast: float32 1.0 at one row to 2.0 at 8 (256-1024 to 1024-4096,
-# weights in L2 or not, AVX-512 and AVX2), float16 1.0 to 3.3, bfloat16 1.06 to 2.1 in the processor's tiles and 1.2 to
-# 4.8 without (2.6 GHz Xeon); but for two and three rows of float32 (0.8 to 1.05).
-_ATEN_INFERS = range(2, 4)
+# Without gradients cpu is faster than aten or as fast, in parts of its time (2.6 GHz Xeon and Zen 3, 384-1536 to
+# 1024-4096): float32 0.85 to 0.97 at one row, 0.5 to 0.8 from 4; float16 0.3 to 0.8; bfloat16 0.35 to 0.95 in the
+# processor's tiles and 0.2 to 0.8 without; but for two rows of float32 with AVX2 (1.0 to 1.2) and three (1.05 to 1.1).
+_ATEN_INFERS, _ATEN_INFERS_AVX2 = (3,), (2, 3)
 # float64, which is there to check gradients, has no tiles: from this many rows 0.3 to 0.8, in training 0.2 to 0.7.
 _FLOAT64_FEW = 17
 # 16 bits -> rows from which cpu trains faster; 32 rows of float32, 512-2048, took 3.9 ms against 3.5, but with AVX2 and
@@ -45,9 +47,10 @@ _F16_PRODUCTS: bool = (
     and hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
     and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 )
-# float32 in training, without dropout: both are bound by the same products, and aten's BLAS is up to 5 % faster until
-# the hidden activation is so large that its memory decides (1.07 to 1.26 for cpu there).
-_ATEN_TRAINS = range(512, 4096)
+# float32 in training, without dropout: both are bound by the same products. With AVX2 aten's BLAS is up to 5 % faster
+# until the hidden activation is so large that its memory decides (1.07 to 1.26 for cpu there); with AVX-512 cpu takes
+# 0.93 to 1.0 of its time (384-1536 to 768-3072, 512 to 4096 rows).
+_ATEN_TRAINS_AVX2 = range(512, 4096)
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -64,14 +67,22 @@ def _aten_is_faster(call: Call) -> bool:
     if call.dtype == torch.float64:
         return call.training or call.rows >= _FLOAT64_FEW
     if not call.training:
-        return call.dtype == torch.float32 and call.rows in _ATEN_INFERS
+        return call.dtype == torch.float32 and call.rows in (_ATEN_INFERS_AVX2 if _library.avx2 else _ATEN_INFERS)
     if call.dtype == torch.bfloat16 and _library.bf16_tiles:
         return call.rows < _TILES_TRAIN_FROM
     if call.dtype == torch.float16 and _F16_PRODUCTS:
         return True
-    trains = call.dtype == torch.float32 and call.rows in _ATEN_TRAINS
+    trains = _library.avx2 and call.dtype == torch.float32 and call.rows in _ATEN_TRAINS_AVX2
     cpu_from = _CPU_TRAINS_FROM_AVX2 if _library.avx2 else _CPU_TRAINS_FROM
     return trains or call.rows < cpu_from[call.dtype.itemsize == 2]
+
+
+def bucket(call: Call) -> tuple[str, str]:
+    """The device, and what a measured time depends on."""
+    return call.device, _measured.bucket(
+        call.dtype, rows=_measured.rounded(call.rows), width=call.width, hidden=call.hidden, out=call.out,
+        activation=call.activation, gated=call.gated, dropout=call.dropout_p > 0.0, training=call.training,
+    )  # fmt: skip
 
 
 def describe(
@@ -106,4 +117,7 @@ def describe(
         _check.dropout_rows("ffn", dropout_rows, rows)
         _check.same_device("ffn", x=x, dropout_rows=dropout_rows)
     training = _check.records_graph(*tensors.values())
-    return Call(x.device.type, x.dtype, rows, width, hidden, out, gate is not None, dropout_p, training)
+    biased = b1 is not None or b2 is not None
+    return Call(
+        x.device.type, x.dtype, rows, width, hidden, out, activation, gate is not None, biased, dropout_p, training
+    )

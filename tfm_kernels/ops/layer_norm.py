@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from .. import _check, _library
-from .._backend import UNPROVEN, Choices, Op, register, select
+from .._backend import UNPROVEN, Choices, Op, StandIn, register, select
 from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
-from .layer_norm_call import Call, describe, prefer
+from .layer_norm_call import Call, bucket, describe, prefer
 
 COMPILED = ("cpu", "triton", "cuda")
 
@@ -150,10 +150,27 @@ def _rms_eps(x: Tensor, residual: Tensor | None = None) -> float:
     return torch.finfo(torch.float64).eps if wide else _DEFAULT_EPS
 
 
-_LAYER_NORM = register(Op("layer_norm", SUPPORT, PREFER, _describe_layer_norm, REMARKS))
-_ADD_LAYER_NORM = register(Op("add_layer_norm", SUPPORT, PREFER, _describe_add_layer_norm, REMARKS))
-_RMS_NORM = register(Op("rms_norm", SUPPORT, PREFER, _describe_rms_norm, REMARKS))
-_ADD_RMS_NORM = register(Op("add_rms_norm", SUPPORT, PREFER, _describe_add_rms_norm, REMARKS))
+def _stand_in(call: Call) -> StandIn:
+    x = torch.randn(call.rows, call.features, dtype=call.dtype, device=call.device)
+    weight = torch.ones(call.features, dtype=torch.float32 if call.mixed else call.dtype, device=call.device)
+    options: dict[str, Any] = {"dropout_p": call.dropout_p} if call.residual else {}
+    if not call.rms:
+        options |= {"bias": torch.zeros_like(weight), "unbiased": call.unbiased}
+    sums = (torch.randn_like(x),) if call.residual else ()
+    leaves = [x, *sums, weight, *(value for value in options.values() if isinstance(value, Tensor))]
+    function = globals()[f"{'add_' if call.residual else ''}{'rms' if call.rms else 'layer'}_norm"]
+
+    def run(backend: str) -> tuple[Tensor, ...]:
+        outputs = function(x, *sums, weight=weight, **options, backend=backend)
+        return outputs if call.residual else (outputs,)
+
+    return StandIn(run, [leaf.requires_grad_() for leaf in leaves] if call.training else [])
+
+
+_LAYER_NORM = register(Op("layer_norm", SUPPORT, PREFER, _describe_layer_norm, bucket, _stand_in, REMARKS))
+_ADD_LAYER_NORM = register(Op("add_layer_norm", SUPPORT, PREFER, _describe_add_layer_norm, bucket, _stand_in, REMARKS))
+_RMS_NORM = register(Op("rms_norm", SUPPORT, PREFER, _describe_rms_norm, bucket, _stand_in, REMARKS))
+_ADD_RMS_NORM = register(Op("add_rms_norm", SUPPORT, PREFER, _describe_add_rms_norm, bucket, _stand_in, REMARKS))
 
 
 def layer_norm(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _backend, _check, _library
+from .. import _backend, _check, _library, _measured
 from ..aten import linear as aten
 from ..reference import linear as reference
 
@@ -28,6 +29,7 @@ class Call:
     rows: int
     width: int
     out: int
+    biased: bool
     training: bool
 
 
@@ -41,14 +43,16 @@ def _cpu(call: Call) -> str | None:
 
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
 
-# Rows at which cpu is faster than aten, with the weights in L2 or not (256-256 to 256-8000 and 1024-1024, 2.6 GHz Xeon
-# with AMX and AVX512_FP16): float32 0.9 to 2.0, float16 1.0 to 3.9, bfloat16 1.2 to 3.0 in tiles, 1.2 to 4.8 without.
-_FEW = {torch.float32: range(4, 33), torch.float16: range(1, 17), torch.bfloat16: range(1, 65)}
+# Rows at which cpu is faster than aten. Times over aten's (256-256 to 1024-1024 and 512-2048, 2.6 GHz Xeon with AMX and
+# AVX512_FP16): float32 1.1 to 1.4 at two rows, 0.5 to 1.2 at 4 to 12, 0.45 to 1.2 at 16 to 64, 0.8 to 1.3 at 96;
+# float16 0.2 to 1.0, bfloat16 in tiles 0.3 to 0.8; from 384 rows 1.0 to 1.1 and, in tiles, 0.8 to 1.4.
+_FEW = {torch.float32: range(4, 65), torch.float16: range(1, 129), torch.bfloat16: range(1, 129)}
 # The same for processors with AVX2 and no AVX-512 (1 to 8192 rows, 128-128 to 256-8000, Zen 3): float32 1.1 to 3.7 for
 # few rows, from 512 rows 0.9 to 1.0; one row 0.7 where the weight is small, else 1.3 to 2.0; bfloat16, which PyTorch
-# emulates there, 4 to 7.
+# emulates there, 4 to 7. (These are aten's times over ours.)
 _FEW_OR_MANY = {torch.float32: range(2, 385), torch.float16: range(1, 1 << 62), torch.bfloat16: range(1, 1 << 62)}
-_ONE_ROW_FROM = 1 << 16  # elements of the weight
+# Elements of the weight from which one row of float32 is faster: 1.1 at 2**16 with AVX-512, 0.7 to 0.95 above.
+_ONE_ROW_FROM, _ONE_ROW_FROM_AVX2 = 1 << 17, 1 << 16
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -60,7 +64,8 @@ def prefer(call: Call) -> tuple[str, ...]:
 
 
 def _is_row_of_much(call: Call) -> bool:
-    return call.rows == 1 and _library.avx2 and call.dtype == torch.float32 and call.width * call.out >= _ONE_ROW_FROM
+    size_from = _ONE_ROW_FROM_AVX2 if _library.avx2 else _ONE_ROW_FROM
+    return call.rows == 1 and call.dtype == torch.float32 and call.width * call.out >= size_from
 
 
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
@@ -79,10 +84,29 @@ def describe(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
     _check.shape("linear", "weight", weight, (out, x.shape[-1]), "x", x)
     _check.shape("linear", "bias", bias, (out,), "weight", weight)
     training = _check.records_graph(*tensors.values())
-    return Call(x.device.type, x.dtype, math.prod(x.shape[:-1]), width, out, training)
+    return Call(x.device.type, x.dtype, math.prod(x.shape[:-1]), width, out, bias is not None, training)
 
 
-OP = _backend.register(_backend.Op("linear", SUPPORT, prefer, describe))
+def bucket(call: Call) -> tuple[str, str]:
+    """The device, and what a measured time depends on."""
+    rows = _measured.rounded(call.rows)
+    return call.device, _measured.bucket(
+        call.dtype, rows=rows, width=call.width, out=call.out, biased=call.biased, training=call.training
+    )
+
+
+def _stand_in(call: Call) -> _backend.StandIn:
+    given: dict[str, Any] = {"dtype": call.dtype, "device": call.device}
+    x, weight = torch.randn(call.rows, call.width, **given), torch.randn(call.out, call.width, **given)
+    bias = torch.zeros(call.out, **given) if call.biased else None
+    leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
+    return _backend.StandIn(
+        lambda backend: (linear(x, weight, bias, backend=backend),),
+        [leaf.requires_grad_() for leaf in leaves] if call.training else [],
+    )
+
+
+OP = _backend.register(_backend.Op("linear", SUPPORT, prefer, describe, bucket, _stand_in))
 _CHOICES = _backend.Choices()  # (backend, Call)
 _FWD = _library.declare(
     "linear_fwd",
@@ -119,12 +143,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
         >>> linear(torch.randn(2, 1, 8), torch.randn(3, 8)).shape
         torch.Size([2, 1, 3])
     """
+    return _run(*_chosen(x, weight, bias, backend), x, weight, bias)
+
+
+def linear_by_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """``linear`` where it runs on a kernel of this package, else None: for callers that know another way as well.
+
+    Raises:
+        TypeError, ValueError, BackendError: as ``linear``.
+    """
+    if not _backend.offers("linear"):
+        return None
+    name, call = _chosen(x, weight, bias, None)
+    return _run(name, call, x, weight, bias) if name in _FWD else None
+
+
+def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> tuple[str, Call]:
     key = _library.signature(backend, x, weight, bias)
     choice = _CHOICES.get(key)
     if choice is None:
         call = describe(x, weight, bias)
         choice = _CHOICES.keep(key, (_backend.select(OP, call, backend), call))
-    name, call = choice
+    return choice
+
+
+def _run(name: str, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if name == "aten":
         return aten.linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)

@@ -10,8 +10,8 @@ from torch import Tensor
 from .. import _check
 from .._backend import Op, register, select
 from ..mask import Mask
-from .attention import PREFER, REMARKS, SUPPORT, run
-from .attention_call import AttentionCall, describe_dense
+from .attention import PREFER, REMARKS, SUPPORT, run, stand_in
+from .attention_call import AttentionCall, bucket, describe_dense
 
 _NAME = "scaled_dot_product_attention"
 
@@ -100,7 +100,7 @@ def _mask(attn_mask: Tensor, query: Tensor, key: Tensor, leading: torch.Size) ->
     return attn_mask.reshape(math.prod(leading[:-1]), leading[-1], *attn_mask.shape[-2:])
 
 
-_OP = register(Op(_NAME, SUPPORT, PREFER, describe, REMARKS))
+_OP = register(Op(_NAME, SUPPORT, PREFER, describe, bucket, stand_in, REMARKS))
 
 
 def scaled_dot_product_attention(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .. import _check
 from ..testing.same_dropout import same_dropout
 
 SEED = 20170612  # of the dropout masks and the random weights of the outputs
@@ -36,13 +37,7 @@ class Call:
     @staticmethod
     def of(inputs: Any) -> Call:
         """A tensor is the one argument, a tuple or list are all of them, a mapping holds them by name."""
-        if isinstance(inputs, Mapping):
-            return Call((), dict(inputs))
-        if isinstance(inputs, (tuple, list)):
-            return Call(tuple(inputs), {})
-        if isinstance(inputs, Tensor):
-            return Call((inputs,), {})
-        raise TypeError(f"prove: inputs must be a tensor, a tuple or a dict of arguments, got {type(inputs).__name__}")
+        return Call(*_check.call_arguments("prove", inputs))
 
     def to(self, dtype: torch.dtype | None, *, all_gradients: bool = False) -> Call:
         """A copy that shares no memory, floating tensors in ``dtype`` (None keeps theirs).
