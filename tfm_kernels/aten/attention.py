@@ -14,10 +14,15 @@ from torch import Tensor
 from ..mask import Band, Mask
 
 
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """out of a dense call without mask and bias; a scale of None is 1 / sqrt(D)."""
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Tensor | None, scale: float | None) -> Tensor:
     """out of a dense call; a scale of None is 1 / sqrt(D)."""
     if bias is None and not mask.hides():
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return plain_attention(q, k, v, scale)
     batch, heads, queries, _ = q.shape
     key_heads, keys = k.shape[1], k.shape[2]
     if mask.key_lengths is None and mask.keep_matrix is None and bias is None:

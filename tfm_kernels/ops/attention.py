@@ -36,7 +36,7 @@ from .._library import declare, differentiate, missing, signature
 from ..aten import attention as aten
 from ..mask import Mask
 from ..reference import attention as reference
-from .attention_call import EVERYTHING, LONGEST, AttentionCall, bucket, checked_call, describe_dense
+from .attention_call import LONGEST, AttentionCall, bucket, checked_call, describe_dense
 from .attention_watch import is_watched, tell
 
 _ARGUMENTS = (
@@ -307,7 +307,7 @@ def attention(
         call = describe_dense("attention", query, key, value, mask, bias, scale, dropout_p, seed, *options[2:])
         name = _CHOICES.keep(known, select(_OP, call, backend))
     elif name == "aten" and mask is None and bias is None and not is_watched():  # no form to bring it to; 2 us less
-        return aten.attention(query, key, value, EVERYTHING, None, scale)
+        return aten.plain_attention(query, key, value, scale)
     else:
         call = checked_call(query, key, value, mask, bias, *options)
     out, lse = run(call, name)
