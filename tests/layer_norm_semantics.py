@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tfm_kernels as tfk
 from tests.cases import CASES
 from tfm_kernels import dropout
-from tfm_kernels.ops.layer_norm import BWD, FWD
+from tfm_kernels.ops.layer_norm import BWD, FWD, layer_norm_of_sum
 from tfm_kernels.testing import invariance
 from tfm_kernels.testing.derivative import assert_opcheck
 
@@ -64,6 +64,38 @@ def test_views_give_the_bits_of_contiguous_tensors(backend, op, dtype):
     if op.startswith("add"):
         inputs["residual"] = randn(9, 40, dtype=dtype, seed=2)
     invariance.assert_view_equals_contiguous(op, inputs, backend)
+
+
+def assert_sum_need_not_be_kept(backend, width, dtype, rows=5):
+    """Without z the other outputs are the same, bit for bit; the operator's results and layer_norm_of_sum's."""
+    given = {"x": randn(rows, width, dtype=dtype), "residual": randn(rows, width, dtype=dtype, seed=2)}
+    w, b = randn(width, dtype=dtype, seed=1), randn(width, dtype=dtype, seed=3)
+    for rms, p in ((False, 0.0), (False, 0.3), (True, 0.0)):
+        options = {"eps": 1e-5, "rms": rms, "unbiased": False, "dropout_p": p, "seed": SEED, "dropout_rows": None}
+        kept, left = (
+            FWD[backend](**given, weight=w, bias=None if rms else b, **options, keep_sum=keep) for keep in (True, False)
+        )
+        assert left[1].shape == (0,) and left[1].dtype == kept[1].dtype and kept[1].shape == (rows, width)
+        assert torch.equal(left[0], kept[0]) and torch.equal(left[2], kept[2]) and torch.equal(left[3], kept[3])
+    options = {"dropout_p": 0.3, "seed": SEED, "backend": backend}
+    y, _ = tfk.ops.add_layer_norm(**given, weight=w, bias=b, **options)
+    assert torch.equal(layer_norm_of_sum(**given, weight=w, bias=b, **options), y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [7, 64, 130])
+def test_the_sum_need_not_be_kept(backend, width, dtype):
+    """Where y alone is wanted."""
+    assert_sum_need_not_be_kept(backend, width, dtype)
+
+
+def test_the_sum_is_kept_for_a_backward(backend):
+    """Gradients of layer_norm_of_sum are those of add_layer_norm's y."""
+    leaves = [randn(4, 16).requires_grad_(), randn(4, 16, seed=1).requires_grad_(), randn(16, seed=2).requires_grad_()]
+    y, _ = tfk.ops.add_layer_norm(*leaves, backend=backend)
+    expected = torch.autograd.grad(y.square().sum(), leaves)
+    found = torch.autograd.grad(layer_norm_of_sum(*leaves, backend=backend).square().sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,6 +1,7 @@
 // layer_norm_fwd, CPU. Implements LN.1 to LN.3 of tfm_kernels/ops/layer_norm.py.
 // Owns:    one call of the kernel = a range of rows; a row stays in L1 (scratch) while it is read
 // three times. Traffic: reads x (and residual), writes y (and z), M*N each; mean and rstd, M each.
+// A sum that is not kept lies in the row of y until y takes its place.
 // Limits:  none; float64 computes in float64, everything else in float32.
 // Source:  own work.
 #include "isa.h"
@@ -13,7 +14,7 @@ struct LayerNormFwd {
   const void *x, *residual;  // (M, N), one dtype; residual may be null
   int64_t x_stride_m, residual_stride_m;
   const void *weight, *bias;  // (N) in the compute type, or null
-  void *y, *z;                // (M, N) contiguous; z null without a residual
+  void *y, *z;                // (M, N) contiguous; z null without a residual, y where it is not kept
   void *mean, *rstd;          // (M) in the compute type; mean null for RMSNorm
   int64_t n;
   double eps;
@@ -129,7 +130,7 @@ namespace {
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
     const at::Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
     const OptionalTensor& bias, double eps, bool rms, bool unbiased, double dropout_p,
-    const OptionalTensor& seed, const OptionalTensor& dropout_rows) {
+    const OptionalTensor& seed, const OptionalTensor& dropout_rows, bool keep_sum) {
   constexpr const char* kOp = "layer_norm_fwd_cpu";
   check_floating(x, kOp, "x");
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) >= 1, kOp, ": x must have at least one feature");
@@ -146,7 +147,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   const at::Tensor w = as_vector(weight, compute), b = as_vector(bias, compute);
   const auto options = x.options().dtype(dtype), statistics = x.options().dtype(compute);
   at::Tensor y = new_output(x.sizes(), options);
-  at::Tensor z = residual ? new_output(x.sizes(), options) : at::empty({0}, options);
+  at::Tensor z = residual && keep_sum ? new_output(x.sizes(), options) : at::empty({0}, options);
   at::Tensor mean = at::empty({rms ? 0 : rows}, statistics), rstd = at::empty({rows}, statistics);
 
   LayerNormFwd args{};
@@ -155,7 +156,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   if (residual) {
     args.residual = residual2.data;
     args.residual_stride_m = residual2.stride;
-    args.z = z.mutable_data_ptr();
+    args.z = (keep_sum ? z : y).mutable_data_ptr();
     args.dropout = check_dropout(dropout_p, seed, kOp);
     args.dropout_rows = check_rows(dropout_rows, rows, kOp);
   }

@@ -14,7 +14,7 @@ namespace tfm_kernels {
 struct LayerNormFwd {
   Rows x, residual;    // (M, N); residual may be absent
   Rows weight, bias;   // (N,), either may be absent
-  void *y, *z;         // (M, N) contiguous of `type`; z null without a residual
+  void *y, *z;         // (M, N) contiguous of `type`; z null without a residual, y if not kept
   float *mean, *rstd;  // (M,); mean null for RMSNorm
   int64_t rows;
   int n;
@@ -164,7 +164,7 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd_cuda(
     const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
     const OptionalTensor& bias, double eps, bool rms, bool unbiased, double dropout_p,
-    const OptionalTensor& seed, const OptionalTensor& dropout_rows) {
+    const OptionalTensor& seed, const OptionalTensor& dropout_rows, bool keep_sum) {
   constexpr const char* kOp = "layer_norm_fwd_cuda";
   const int n = check_features(x, layer_norm::kMaxFeatures, kOp, "x");
   const int64_t rows = x.numel() / n;
@@ -179,7 +179,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd_cuda(
   const Matrix x2(x, n, kOp), residual2(residual, n, kOp), w(weight, n, kOp), b(bias, n, kOp);
   const ScalarType storage = scalar_type(type);
   Tensor y = empty(x, x.sizes(), storage);
-  Tensor z = residual ? empty(x, x.sizes(), storage) : empty(x, {0}, storage);
+  Tensor z = residual && keep_sum ? empty(x, x.sizes(), storage) : empty(x, {0}, storage);
   Tensor mean = empty(x, {rms ? 0 : rows}, ScalarType::Float);
   Tensor rstd = empty(x, {rows}, ScalarType::Float);
   const DropoutRule rule(residual ? dropout_p : 0.0, seed, dropout_rows, x, rows, kOp);
@@ -191,7 +191,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd_cuda(
   args.weight = w.rows;
   args.bias = b.rows;
   args.y = y.mutable_data_ptr();
-  args.z = residual ? z.mutable_data_ptr() : nullptr;
+  args.z = residual ? (keep_sum ? z : y).mutable_data_ptr() : nullptr;
   args.mean = rms ? nullptr : static_cast<float*>(mean.mutable_data_ptr());
   args.rstd = static_cast<float*>(rstd.mutable_data_ptr());
   args.rows = rows;

@@ -6,7 +6,7 @@ import torch
 import tfm_kernels as tfk
 from tests.cases import report_case
 from tests.layer_norm_semantics import *  # noqa: F403  (the tests that every backend has)
-from tests.layer_norm_semantics import DTYPES, NORMS, OPS, X, calls
+from tests.layer_norm_semantics import DTYPES, NORMS, OPS, X, assert_sum_need_not_be_kept, calls
 from tfm_kernels import _library
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.triton import layer_norm_bwd, layer_norm_fwd
@@ -54,6 +54,7 @@ def test_walks_and_shared_rows(block_n, width, dtype, monkeypatch):
     monkeypatch.setattr(layer_norm_bwd, "pick_config", lambda *_: backward)
     for op, inputs in calls(width, dtype, rows=7):
         assert_contract(op, inputs, "triton")
+    assert_sum_need_not_be_kept("triton", width, dtype)
 
 
 @pytest.mark.slow

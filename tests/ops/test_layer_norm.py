@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
 import tfm_kernels as tfk
+from tests.layer_norm_semantics import assert_sum_need_not_be_kept
 from tests.threads import on_threads
 from tfm_kernels import dropout
-from tfm_kernels.ops.layer_norm import BWD, FWD
+from tfm_kernels.ops.layer_norm import BWD, FWD, layer_norm_of_sum
 
 BACKENDS = ["reference", "aten", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -59,6 +60,25 @@ def test_z_is_the_sum_rounded_once_and_y_follows_from_it(backend, dtype):
     assert torch.equal(z, (x.double() + residual.double()).to(dtype))
     again = tfk.ops.layer_norm(z, backend=backend)
     assert torch.equal(y, again)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_y_alone_is_that_of_both(backend):
+    """Under no_grad, where the sum is not kept, and with a graph."""
+    x, residual, w = torch.randn(6, 40), torch.randn(6, 40), torch.randn(40).requires_grad_()
+    options = {"dropout_p": 0.3, "seed": torch.tensor(5), "backend": backend}
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            y = layer_norm_of_sum(x, residual, w, **options)
+            assert torch.equal(y, tfk.ops.add_layer_norm(x, residual, w, **options)[0]) and y.requires_grad is grad
+    expected = torch.autograd.grad(tfk.ops.add_layer_norm(x, residual, w, **options)[0].sum(), w)
+    assert torch.equal(*torch.autograd.grad(y.sum(), w), *expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [7, 64, 130])
+def test_the_sum_need_not_be_kept(width, dtype):
+    assert_sum_need_not_be_kept("cpu", width, dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

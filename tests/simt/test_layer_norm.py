@@ -12,6 +12,7 @@ from tests.layer_norm_semantics import (
     OPS,
     PROBABILITIES,
     X,
+    assert_sum_need_not_be_kept,
     calls,
     forward,
     randn,
@@ -61,6 +62,7 @@ def test_every_launch(rows, width, dtype, simt):
     simt.configure(seed=width, multiprocessors=2, resident=3)
     for op, inputs in calls(width, dtype, rows):
         assert_contract(op, inputs, "cuda")
+    assert_sum_need_not_be_kept("cuda", width, dtype, rows)
 
 
 @pytest.mark.slow

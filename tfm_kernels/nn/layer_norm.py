@@ -7,11 +7,13 @@ They subclass torch.nn's, so isinstance checks, ``reset_parameters``, repr and p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import _check, ops
+from ..ops.layer_norm import layer_norm_of_sum
 from . import _arguments
 from ._bypass import autocast_dtype, dropout_p, ordinary, plain
 
@@ -123,16 +125,33 @@ def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -
     Returns:
         (y, z).
     """
+    p = _fused(x, residual, dropout, norm)
+    if p is None:
+        z = residual + dropout(x)
+        return norm(z), z
+    layer, backend = cast(Any, norm), getattr(norm, "backend", None)
+    if isinstance(norm, nn.LayerNorm):
+        return ops.add_layer_norm(x, residual, layer.weight, layer.bias, layer.eps, dropout_p=p, backend=backend)
+    return ops.add_rms_norm(x, residual, layer.weight, _eps(layer, x, residual), dropout_p=p, backend=backend)
+
+
+def norm_of_sum(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
+    """y of ``add_norm``, where nobody goes on with z."""
+    p = _fused(x, residual, dropout, norm) if isinstance(norm, nn.LayerNorm) else None
+    if p is None:
+        return add_norm(x, residual, dropout, norm)[0]
+    layer, backend = cast(Any, norm), getattr(norm, "backend", None)
+    return layer_norm_of_sum(x, residual, layer.weight, layer.bias, layer.eps, dropout_p=p, backend=backend)
+
+
+def _fused(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> float | None:
+    """The probability of dropout where dropout, sum and norm may run as one, else None."""
     p = dropout_p(dropout)
-    if p is not None and plain(norm, *_NORMS) and x.shape == residual.shape:
-        weight, bias, backend = norm.weight, getattr(norm, "bias", None), getattr(norm, "backend", None)
-        if norm.normalized_shape == x.shape[-1:] and ordinary(weight, bias) and not _sum_widened(x, residual):  # type: ignore[arg-type]
-            if isinstance(norm, nn.LayerNorm):
-                return ops.add_layer_norm(x, residual, weight, bias, norm.eps, dropout_p=p, backend=backend)  # type: ignore[arg-type]
-            eps = _eps(norm, x, residual)  # type: ignore[arg-type]
-            return ops.add_rms_norm(x, residual, weight, eps, dropout_p=p, backend=backend)  # type: ignore[arg-type]
-    z = residual + dropout(x)
-    return norm(z), z
+    if p is None or not plain(norm, *_NORMS) or x.shape != residual.shape:
+        return None
+    parameters: Any = (norm.weight, getattr(norm, "bias", None))
+    fits = norm.normalized_shape == x.shape[-1:] and ordinary(*parameters) and not _sum_widened(x, residual)
+    return p if fits else None
 
 
 def add(x: Tensor, residual: Tensor, dropout: nn.Module, backend: str | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..mask import Mask
 from . import _arguments
 from .attention import causal_hint
-from .layer_norm import LayerNorm, add, add_norm
+from .layer_norm import LayerNorm, add, norm_of_sum
 from .transformer_layer import Pending, TransformerDecoderLayer, TransformerEncoderLayer
 
 
@@ -272,7 +272,7 @@ def _finished(x: Tensor, pending: Pending | None, norm: nn.Module | None) -> Ten
         return x if norm is None else norm(x)
     if norm is None:
         return _settled(x, pending)
-    return add_norm(pending[0], x, pending[1], norm)[0]
+    return norm_of_sum(pending[0], x, pending[1], norm)
 
 
 def _torchs(mask: Any, key_padding_mask: Any, src: Tensor) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from . import _arguments
 from ._bypass import plain
 from .attention import MultiheadAttention
 from .ffn import activation_function, feed_forward
-from .layer_norm import LayerNorm, add, add_norm
+from .layer_norm import LayerNorm, add, add_norm, norm_of_sum
 
 # a sublayer's output that waits for its residual sum; its dropout; the backend of that sum
 Pending = tuple[Tensor, nn.Module, str | None]
@@ -111,8 +111,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         if self.norm_first:
             x, (f, dropout, backend) = self._pre_norm(x, None, *masks)
             return add(f, x, dropout, backend)
-        x, _ = add_norm(attend(self.self_attn, x, x, *masks), x, self.dropout1, self.norm1)
-        return add_norm(self._feed_forward(x), x, self.dropout2, self.norm2)[0]
+        x = norm_of_sum(attend(self.self_attn, x, x, *masks), x, self.dropout1, self.norm1)
+        return norm_of_sum(self._feed_forward(x), x, self.dropout2, self.norm2)
 
     def _pre_norm(
         self, x: Tensor, pending: Pending | None, mask: Any, key_padding_mask: Tensor | None, is_causal: bool
@@ -227,9 +227,9 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         if self.norm_first:
             x, (f, dropout, backend) = self._pre_norm(x, None, memory, own, across)
             return add(f, x, dropout, backend)
-        x, _ = add_norm(attend(self.self_attn, x, x, *own), x, self.dropout1, self.norm1)
-        x, _ = add_norm(attend(self.multihead_attn, x, memory, *across), x, self.dropout2, self.norm2)
-        return add_norm(self._feed_forward(x), x, self.dropout3, self.norm3)[0]
+        x = norm_of_sum(attend(self.self_attn, x, x, *own), x, self.dropout1, self.norm1)
+        x = norm_of_sum(attend(self.multihead_attn, x, memory, *across), x, self.dropout2, self.norm2)
+        return norm_of_sum(self._feed_forward(x), x, self.dropout3, self.norm3)
 
     def _pre_norm(
         self, x: Tensor, pending: Pending | None, memory: Tensor, own: tuple, across: tuple

@@ -28,18 +28,13 @@ from .layer_norm_call import Call, bucket, describe, prefer
 
 COMPILED = ("cpu", "triton", "cuda")
 
-_SCHEMA_ARGUMENTS = (
-    "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool unbiased, "
-    "float dropout_p, Tensor? seed, Tensor? dropout_rows"
-)
 
-
-def _fwd_fake(x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dropout_rows):
+def _fwd_fake(x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dropout_rows, keep_sum=True):
     z_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     statistics = torch.float64 if z_dtype == torch.float64 else torch.float32
     rows = math.prod(x.shape[:-1])  # Size.numel() would make a symbolic length a constant
     y = x.new_empty(x.shape, dtype=z_dtype)
-    z = x.new_empty((0,) if residual is None else x.shape, dtype=z_dtype)
+    z = x.new_empty(x.shape if residual is not None and keep_sum else (0,), dtype=z_dtype)
     mean = x.new_empty((0,) if rms else (rows,), dtype=statistics)
     return y, z, mean, x.new_empty((rows,), dtype=statistics)
 
@@ -53,7 +48,7 @@ def _bwd_fake(dy, dz, z, mean, rstd, weight, rms, unbiased, dropout_p, seed, dro
 FWD = _library.declare(
     "layer_norm_fwd",
     "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool unbiased, float dropout_p, "
-    "Tensor? seed, Tensor? dropout_rows) -> (Tensor y, Tensor z, Tensor mean, Tensor rstd)",
+    "Tensor? seed, Tensor? dropout_rows, bool keep_sum=True) -> (Tensor y, Tensor z, Tensor mean, Tensor rstd)",
     _fwd_fake,
     COMPILED,
 )
@@ -105,10 +100,12 @@ REMARKS = dict.fromkeys(("triton", "cuda"), UNPROVEN)
 _CHOICES = Choices()
 
 
-def _run(name: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, rms):
-    """The way of one call once its backend is chosen: one of three doors. Returns (y, z)."""
+def _run(name: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, rms, keep_sum=True):
+    """The way of one call once its backend is chosen: one of three doors. Returns (y, z), z only where it is kept."""
     if name in COMPILED:
-        y, z, _, _ = _apply(name, x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dropout_rows)
+        y, z, _, _ = _apply(
+            name, x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dropout_rows, keep_sum
+        )
         return y, z
     module: Any = aten if name == "aten" else reference
     z = x if residual is None else module.add(x, residual, dropout_p, seed, dropout_rows)
@@ -266,6 +263,31 @@ def add_layer_norm(
     Example:
         >>> y, z = add_layer_norm(torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), dropout_p=0.1)
     """
+    return _add_layer_norm(x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, backend, True)
+
+
+def layer_norm_of_sum(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    dropout_rows: Tensor | None = None,
+    unbiased: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """y of ``add_layer_norm``, for layers that go on with y alone: z is kept for a backward only, a write less.
+
+    Arguments, errors and numerics are those of ``add_layer_norm``.
+    """
+    keep = _check.records_graph(x, residual, weight, bias)
+    return _add_layer_norm(x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, backend, keep)[0]
+
+
+def _add_layer_norm(x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, backend, keep_sum):
     key = None
     if residual is not None and dropout_rows is None:
         key = _library.signature("add_layer_norm", backend, x, residual, weight, bias, eps, dropout_p, unbiased)
@@ -278,7 +300,7 @@ def add_layer_norm(
         name = _CHOICES.keep(key, select(_ADD_LAYER_NORM, call, backend))
     if seed is not None or dropout_p > 0.0:
         seed = _check.seed("add_layer_norm", dropout_p, seed, x.device)
-    return _run(name, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, False)
+    return _run(name, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, False, keep_sum)
 
 
 def rms_norm(

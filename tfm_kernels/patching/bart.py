@@ -47,6 +47,10 @@ def _sum_norm(layer: Any, x: Tensor, residual: Tensor, norm: nn.Module) -> tuple
     return block.add_norm(x, residual, norm, dropout_p=_p(layer, "dropout"), backend=options(layer).backend)
 
 
+def _norm_of_sum(layer: Any, x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
+    return block.norm_of_sum(x, residual, norm, dropout_p=_p(layer, "dropout"), backend=options(layer).backend)
+
+
 def _feed_forward(layer: Any, known: Known, x: Tensor) -> Tensor:
     name: Any = block.activation(known.function(layer))
     p = _p(layer, "activation_dropout")
@@ -65,8 +69,8 @@ def _fuse_encoder(original: Any) -> type:
             if fell_back(self, _ENCODER.why_not(self)):
                 return super().forward(hidden_states, attention_mask, **kwargs)
             attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
-            x, _ = _sum_norm(self, attended, hidden_states, self.self_attn_layer_norm)
-            x, _ = _sum_norm(self, _feed_forward(self, _ENCODER, x), x, self.final_layer_norm)
+            x = _norm_of_sum(self, attended, hidden_states, self.self_attn_layer_norm)
+            x = _norm_of_sum(self, _feed_forward(self, _ENCODER, x), x, self.final_layer_norm)
             if x.dtype == torch.float16 and not torch.isfinite(x).all():
                 x = _clamped(x)
             return x
@@ -99,7 +103,7 @@ def _fuse_decoder(original: Any) -> type:
             attended, _ = self.self_attn(
                 hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
             )
-            x, _ = _sum_norm(self, attended, hidden_states, self.self_attn_layer_norm)
+            x = _norm_of_sum(self, attended, hidden_states, self.self_attn_layer_norm)
             if encoder_hidden_states is not None:
                 attended, _ = self.encoder_attn(
                     x,
@@ -108,8 +112,8 @@ def _fuse_decoder(original: Any) -> type:
                     past_key_values=past_key_values,
                     **kwargs,
                 )
-                x, _ = _sum_norm(self, attended, x, self.encoder_attn_layer_norm)
-            return _sum_norm(self, _feed_forward(self, _DECODER, x), x, self.final_layer_norm)[0]
+                x = _norm_of_sum(self, attended, x, self.encoder_attn_layer_norm)
+            return _norm_of_sum(self, _feed_forward(self, _DECODER, x), x, self.final_layer_norm)
 
     return Fused
 

@@ -70,7 +70,7 @@ def feed_forward(self: Any, x: Tensor, rows: Tensor | None, backend: str | None)
 def add_norm(output: Any, x: Tensor, residual: Tensor, rows: Tensor | None, backend: str | None) -> Tensor:
     """LN(residual + dropout(x)) of an output with ``dropout`` and ``LayerNorm``."""
     p = block.dropout_p(output.dropout)
-    return block.add_norm(x, residual, output.LayerNorm, dropout_p=p, dropout_rows=rows, backend=backend)[0]
+    return block.norm_of_sum(x, residual, output.LayerNorm, dropout_p=p, dropout_rows=rows, backend=backend)
 
 
 RECIPES = (  # registered by bert.py, behind the recipes that take more

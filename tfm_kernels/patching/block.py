@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..nn._bypass import autocast, autocast_dtype
 from ..nn.ffn import activation_name
+from ..ops.layer_norm import layer_norm_of_sum
 from . import guard
 from .linear import linear
 from .packed import Packed
@@ -107,3 +108,8 @@ def _weight(layer: Any) -> Tensor:
 def add_norm(x: Tensor, residual: Tensor, norm: nn.Module, **options: Any) -> tuple[Tensor, Tensor]:
     """(y, z): z = residual + dropout(x), y = LayerNorm(z) with the parameters of an nn.LayerNorm over the last axis."""
     return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, **options)  # type: ignore[arg-type]
+
+
+def norm_of_sum(x: Tensor, residual: Tensor, norm: nn.Module, **options: Any) -> Tensor:
+    """y of ``add_norm``, where nobody goes on with z."""
+    return layer_norm_of_sum(x, residual, norm.weight, norm.bias, norm.eps, **options)  # type: ignore[arg-type]

@@ -73,11 +73,11 @@ def _block(self: Any, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
         dropout_p=attention.dropout.p if attention.training else 0.0,
         backend=backend,
     )
-    x = block.add_norm(linear(context, attention.out_lin), x, self.sa_layer_norm, backend=backend)[0]
+    x = block.norm_of_sum(linear(context, attention.out_lin), x, self.sa_layer_norm, backend=backend)
     name: Any = block.activation(ffn.activation)
     y = block.feed_forward(x, ffn.lin1, ffn.lin2, name, backend=backend)
     p, rows = block.dropout_p(ffn.dropout), mask.index if isinstance(mask, Packed) else None
-    return block.add_norm(y, x, self.output_layer_norm, dropout_p=p, dropout_rows=rows, backend=backend)[0]
+    return block.norm_of_sum(y, x, self.output_layer_norm, dropout_p=p, dropout_rows=rows, backend=backend)
 
 
 def _recognise_stack(module: nn.Module) -> bool | str:

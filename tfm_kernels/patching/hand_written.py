@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .. import _check, ops
 from .. import dropout as random
 from ..mask import Mask
+from ..ops.layer_norm import layer_norm_of_sum
 from . import block, guard
 from .registry import Recipe, from_forward, register_recipe
 from .swap import options, original_class
@@ -215,7 +216,7 @@ def declare_residual(
             return inner(x + (y if dropout is None else guard.child(self, dropout)(y)))
         w, b, eps, unbiased = parts(inner)
         p, backend = _probability(self, dropout), options(self).backend
-        return ops.add_layer_norm(y, x, w, b, eps, dropout_p=p, unbiased=unbiased, backend=backend)[0]
+        return layer_norm_of_sum(y, x, w, b, eps, dropout_p=p, unbiased=unbiased, backend=backend)
 
     covers = () if dropout is None else (dropout,)
     return register_recipe(from_forward(_name(cls), cls, run, "dropout, sum and LayerNorm in one pass", covers))

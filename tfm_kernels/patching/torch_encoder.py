@@ -83,8 +83,8 @@ def _run(stack: Any, packed: Packed, x: Tensor, causal: bool, batch_first: bool)
             pending = _feed_forward(layer, y, told), layer.dropout2
         else:
             x = x if pending is None else _sum(*pending, x, told)
-            x, _ = _sum_norm(_attend(layer, x, packed, causal, told), layer.dropout1, x, layer.norm1, told)
-            x, _ = _sum_norm(_feed_forward(layer, x, told), layer.dropout2, x, layer.norm2, told)
+            x = _norm_of_sum(_attend(layer, x, packed, causal, told), layer.dropout1, x, layer.norm1, told)
+            x = _norm_of_sum(_feed_forward(layer, x, told), layer.dropout2, x, layer.norm2, told)
             pending = None
     x = x if pending is None else _sum(*pending, x, told)
     return x if stack.norm is None else stack.norm(x)
@@ -109,7 +109,11 @@ def _sum_norm(
     x: Tensor, dropout: nn.Module, residual: Tensor, norm: Any, told: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     p = block.dropout_p(dropout)
-    return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, dropout_p=p, **told)
+    return block.add_norm(x, residual, norm, dropout_p=p, **told)
+
+
+def _norm_of_sum(x: Tensor, dropout: nn.Module, residual: Tensor, norm: Any, told: dict[str, Any]) -> Tensor:
+    return block.norm_of_sum(x, residual, norm, dropout_p=block.dropout_p(dropout), **told)
 
 
 def _sum(x: Tensor, dropout: nn.Module, residual: Tensor, told: dict[str, Any]) -> Tensor:

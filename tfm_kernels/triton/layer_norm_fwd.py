@@ -2,7 +2,8 @@
 
 Owns:    one program = block_m rows. Rows of up to 16384 features stay in registers while they are read three times;
          longer ones are walked in pieces, where the second and third walk find them in L2.
-Traffic: reads x (and residual), writes y (and z), M*N each; mean and rstd, M each.
+Traffic: reads x (and residual), writes y (and z), M*N each; mean and rstd, M each. A sum that is not kept lies where y
+         will, and the same thread stores both.
 Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; statistics float32. No float64.
 Config:  pick_config() below; not yet measured on a GPU.
 Source:  own work.
@@ -168,7 +169,7 @@ def layer_norm_fwd_walk_kernel(
 
 def layer_norm_fwd(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool,
-    unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None,
+    unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None, keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator layer_norm_fwd_triton; its contract is tfm_kernels/ops/layer_norm.py's."""
     op = "layer_norm_fwd_triton"
@@ -184,7 +185,7 @@ def layer_norm_fwd(
 
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    z = torch.empty((0,) if residual is None else x.shape, dtype=dtype, device=x.device)
+    z = torch.empty(x.shape if residual is not None and keep_sum else (0,), dtype=dtype, device=x.device)
     mean = torch.empty((0,) if rms else (M,), dtype=torch.float32, device=x.device)
     rstd = torch.empty((M,), dtype=torch.float32, device=x.device)
     if M == 0:
@@ -198,7 +199,8 @@ def layer_norm_fwd(
     with _launch.on(x):
         kernel[(triton.cdiv(M, config.block_m),)](
             x_ptr=x2, residual_ptr=residual2, weight_ptr=weight, bias_ptr=bias,
-            y_ptr=y, z_ptr=None if residual is None else z, mean_ptr=None if rms else mean, rstd_ptr=rstd,
+            y_ptr=y, z_ptr=None if residual is None else z if keep_sum else y, mean_ptr=None if rms else mean,
+            rstd_ptr=rstd,
             seed_ptr=seed if dropped else None,
             rows_ptr=dropout_rows.contiguous() if dropped and dropout_rows is not None else None,
             M=M, N=N, x_stride_m=x2.stride(0), residual_stride_m=0 if residual2 is None else residual2.stride(0),
