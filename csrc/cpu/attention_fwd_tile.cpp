@@ -72,7 +72,11 @@ class Worker {
           step = a.k.stride_t;
         }
       }
-      if (rows == mem.q) load_columns<T>(a.k, s, kv, columns, c, n, a.d, mem.q, a.d);
+      if (rows == mem.q)
+        load_columns<T>(a.k, s, kv, columns, c, n, a.d, mem.q, a.d);
+      else
+        for (int64_t j = c + n; j < std::min(c + n + kPanel, columns.count); ++j)
+          prefetch(at_head<T>(a.k, s, kv, s.k0 + columns.key(j)), a.d);  // of the next panel
       turn_right(rows, step, n, a.d, panel, kPanel, round_up(n, 16));
     }
     if constexpr (std::is_same_v<T, C>) {

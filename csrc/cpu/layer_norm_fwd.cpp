@@ -14,8 +14,8 @@ struct LayerNormFwd {
   const void *x, *residual;  // (M, N), one dtype; residual may be null
   int64_t x_stride_m, residual_stride_m;
   const void *weight, *bias;  // (N) in the compute type, or null
-  void *y, *z;                // (M, N) contiguous; z null without a residual, y where it is not kept
-  void *mean, *rstd;          // (M) in the compute type; mean null for RMSNorm
+  void *y, *z;        // (M, N) contiguous; z null without a residual, y where it is not kept
+  void *mean, *rstd;  // (M) in the compute type; mean null for RMSNorm
   int64_t n;
   double eps;
   bool unbiased;
