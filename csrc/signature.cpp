@@ -3,6 +3,7 @@
 #include "signature.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -66,6 +67,9 @@ bool add(PyObject* part, bool grad_mode, Words& words) {
 }  // namespace
 
 PyObject* signature(PyObject* /*module*/, PyObject* const* parts, Py_ssize_t count) {
+  // a transform of torch.func wraps tensors in tensors that look alike
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
+    Py_RETURN_NONE;
   const bool grad_mode = at::GradMode::is_enabled();
   Words words;
   words.push_back(grad_mode);

@@ -125,8 +125,15 @@ def unreachable(device: str, backend: str) -> str | None:
     return None if device == "cuda" or interpreted else f"needs a CUDA tensor, got {device}"
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, ...) is under way."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def missing(op: str, backend: str, directions: Sequence[str] = ("fwd", "bwd")) -> str | None:
-    """None where the backend's kernels of these directions of ``op`` are registered, else one sentence why not."""
+    """None where the backend's kernels of these directions of ``op`` can be called, else one sentence why not."""
+    if transformed():
+        return "a transform of torch.func (grad, vmap, ...) is under way, which knows PyTorch's own operators alone"
     reasons = (_missing[f"{op}_{direction}_{backend}"] for direction in directions)
     return next((reason for reason in reasons if reason is not None), None)
 

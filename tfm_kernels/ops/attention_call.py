@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _check, _measured
+from .. import _check, _library, _measured
 from ..mask import Mask
 
 EVERYTHING = Mask()
@@ -190,8 +190,8 @@ def check_device(op: str, name: str, tensor: Tensor, query: Tensor) -> None:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether the values may be looked at: in host memory, and nothing is being traced."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether the values may be looked at: in host memory, and nothing is being traced or transformed."""
+    return tensor.device.type == "cpu" and not (torch.compiler.is_compiling() or _library.transformed())
 
 
 def mask_and_bias(

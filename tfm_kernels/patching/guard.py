@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _module
 
+from .. import _library
 from ..nn._bypass import ordinary
 from .swap import original_class
 
@@ -97,8 +98,8 @@ def why_not_stock(owner: nn.Module, paths: Iterable[str]) -> str | None:
 
 
 def tracing(*tensors: torch.Tensor) -> bool:
-    """Whether data must not be looked at: a graph is being made by compile, export, jit or CUDA capture."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    """Whether data must not be looked at: compile, export, jit or CUDA capture make a graph, torch.func transforms."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _library.transformed():
         return True
     if any(type(t) is not torch.Tensor and type(t) is not nn.Parameter for t in tensors):
         return True  # fake tensors, proxies, other subclasses

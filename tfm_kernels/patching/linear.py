@@ -43,7 +43,7 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
 
 
 def _alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the call is nobody's matter but ours: no gradient, no autocast, one dtype."""
-    if _check.records_graph(x, weight, bias):
+    """Whether the call is nobody's matter but ours: no gradient, no transform, no autocast, one dtype."""
+    if _check.records_graph(x, weight, bias) or _library.transformed():
         return False
     return weight.dtype == x.dtype and not torch.is_autocast_enabled("cpu") and x.numel() > 0

@@ -1,0 +1,82 @@
+"""torch.func on layers of the project: automatic choice gives it PyTorch's own operators, and nothing else changes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, jvp, vmap
+
+import tfm_kernels as tfk
+
+PADDING = torch.arange(7)[None] >= torch.tensor([7, 4, 1])[:, None]  # (3, 7), True = ignore
+
+
+def layer(norm_first=False):
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+
+
+def ours(norm_first=False):
+    made = tfk.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    made.load_state_dict(layer(norm_first).state_dict())
+    return made
+
+
+def patched(norm_first=False):
+    stack = nn.TransformerEncoder(layer(norm_first), 1, enable_nested_tensor=False)
+    tfk.patch(stack)
+    return stack
+
+
+MODELS = {"nn": ours, "patch": patched}
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1))
+
+
+def loss(model, parameters, x, padding):
+    """Of tokens alone: a packed stack gives 0 where there is padding."""
+    y = functional_call(model, parameters, (x,), {"src_key_padding_mask": padding})
+    return y.masked_fill(padding.unsqueeze(-1), 0.0).square().mean()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_autograds(name, norm_first, x):
+    model = MODELS[name](norm_first)
+    parameters = {key: value.detach() for key, value in model.named_parameters()}
+    model(x, src_key_padding_mask=PADDING)  # the choices of plain calls are known by now
+    found = grad(loss, argnums=1)(model, parameters, x, PADDING)
+    loss(model, dict(model.named_parameters()), x, PADDING).backward()
+    for key, value in model.named_parameters():
+        torch.testing.assert_close(found[key], value.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_each_sample(name, x):
+    """As differential privacy and influence functions ask for them."""
+    model = MODELS[name]()
+    parameters = {key: value.detach() for key, value in model.named_parameters()}
+    each = vmap(grad(lambda p, x, padding: loss(model, p, x[None], padding[None])), in_dims=(None, 0, 0))
+    found = each(parameters, x, PADDING)
+    for b in range(len(x)):
+        alone = grad(loss, argnums=1)(model, parameters, x[b : b + 1], PADDING[b : b + 1])
+        for key, value in alone.items():
+            torch.testing.assert_close(found[key][b], value, rtol=1e-4, atol=1e-6)
+
+
+def test_forward_mode(x):
+    """Of what PyTorch has it for: its own attention on a CPU has none."""
+    tangent = torch.ones_like(x)
+    for found, expected in zip(
+        jvp(tfk.nn.LayerNorm(16), (x,), (tangent,)), jvp(nn.LayerNorm(16), (x,), (tangent,)), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        jvp(layer(), (x,), (tangent,))
+
+
+def test_a_named_backend_says_why_it_cannot(x):
+    with pytest.raises(tfk.BackendError, match="backend 'cpu' cannot run this call: a transform of torch.func"):
+        vmap(lambda t: tfk.ops.layer_norm(t, backend="cpu"))(x)
