@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tfm_kernels import _library
+from tfm_kernels import _library, _measured
 
 PROTOCOL = 1  # raised whenever what is timed, or how, changes: numbers of two protocols are never compared
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
     return {
         "protocol": PROTOCOL,
         "device": "cpu",
-        "cpu": _cpu_name(),
+        "cpu": _measured.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -42,14 +42,6 @@ def environment() -> dict[str, Any]:
         "sources": sources(_SOURCES),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def git(*words: str) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfm_kernels import cli
+from tfm_kernels import _measured, cli
 from tfm_kernels.training import metrics
 
 from . import record
@@ -104,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="train anew instead of continuing")
     parser.add_argument("--options", default="", help="for train, after the task's own, such as '--precision bf16'")
     options = parser.parse_args(arguments)
+    _measured.ignore()
     for name in options.task:
         if name not in TASKS:
             parser.error(f"task must be one of {', '.join(TASKS)}, got {name!r}")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tfm_kernels import _measured
-from tfm_kernels._backend import BACKENDS
+from tfm_kernels import _measured, tuning
+from tfm_kernels._backend import BACKENDS, Choices
 from tfm_kernels.testing.judge import MEASURED
 
 MEASURED_EVERY = 9  # reference and aten are no kernels of ours: a sample shows that they compute the same function
@@ -45,6 +45,17 @@ def untuned(tmp_path_factory):
         patch.setattr(_measured, "file", lambda: file)
         _measured.ignore()
         yield
+
+
+@pytest.fixture
+def quick_tuning(tmp_path, monkeypatch):
+    """tune() measures for a moment, and keeps what it finds in a file of the test's own."""
+    monkeypatch.setattr(tuning, "SECONDS", 0.0)
+    monkeypatch.setattr(tuning, "LEAST", 0.0)
+    monkeypatch.setattr(_measured, "file", lambda: tmp_path / "cache" / "tuned.json")
+    yield
+    _measured.ignore()
+    Choices.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """tune(): what it measures, what automatic choice makes of it, and that nothing else changes."""
 
+import inspect
 import json
 
 import pytest
@@ -9,18 +10,7 @@ from torch import nn
 import tfm_kernels as tfk
 from tfm_kernels import _backend, _measured, tuning
 
-
-@pytest.fixture(autouse=True)
-def quick(tmp_path, monkeypatch):
-    """Measurements of a moment, in a file of the test's own."""
-    monkeypatch.setattr(tuning, "SECONDS", 0.0)
-    monkeypatch.setattr(tuning, "LEAST", 0.0)
-    monkeypatch.setattr(_measured, "file", lambda: tmp_path / "cache" / "tuned.json")
-    _measured.ignore()
-    _backend.Choices.forget()
-    yield
-    _measured.ignore()
-    _backend.Choices.forget()
+pytestmark = pytest.mark.usefixtures("quick_tuning")
 
 
 @pytest.fixture
@@ -70,7 +60,6 @@ def test_the_calls_themselves_go_by_it(fastest):
 
 
 def test_a_little_faster_is_not_enough(monkeypatch):
-    _backend.Choices.forget()
     preferred = chosen("layer_norm", x).split()[1]
     other = {"aten": "cpu", "cpu": "aten"}[preferred]
     for gain, taken in ((0.985, preferred), (0.975, other)):
@@ -87,7 +76,7 @@ def test_it_is_kept_for_other_processes_of_this_setting(fastest, monkeypatch):
     _measured.ignore()
     _backend.Choices.forget()
     assert "measured" not in chosen("layer_norm", x)
-    _measured.read_again()
+    monkeypatch.setattr(_measured, "_table", None)  # as before the first choice of a process
     assert "cpu (automatic choice, measured by tune())" in chosen("layer_norm", x)
     monkeypatch.setattr(_measured, "setting", lambda device: "another machine")
     assert "measured" not in chosen("layer_norm", x)
@@ -105,11 +94,11 @@ def test_what_others_wrote_since_is_not_lost(fastest):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": 0}', '{"format": 1, "settings": {"a": {"b": 3}}}', "\xff"])
-def test_a_file_that_is_no_table_is_left_alone(fastest, content):
+def test_a_file_that_is_no_table_is_left_alone(fastest, content, monkeypatch):
     file = _measured.file()
     file.parent.mkdir()
     file.write_text(content, encoding="latin-1")
-    _measured.read_again()
+    monkeypatch.setattr(_measured, "_table", None)  # as before the first choice of a process
     with pytest.warns(UserWarning, match="automatic choice goes without .* `python -m tfm_kernels tune --forget`"):
         assert "measured" not in chosen("layer_norm", x)
     fastest("cpu")
@@ -181,8 +170,6 @@ def test_each_op_is_measured_by_calls_of_the_same_bucket(name):
 
 
 def entry_names(op):
-    import inspect
-
     return list(inspect.signature(getattr(tfk.ops, op)).parameters)
 
 

@@ -90,8 +90,7 @@ def forget() -> bool:
     Raises:
         OSError: the file cannot be deleted.
     """
-    global _table
-    _table = {}
+    ignore()
     found = file().exists()
     file().unlink(missing_ok=True)
     return found
@@ -101,12 +100,6 @@ def ignore() -> None:
     """This process goes without what was measured before: for benchmarks and tests of the choice that ships."""
     global _table
     _table = {}
-
-
-def read_again() -> None:
-    """The next choice reads the file, which another process may have written since."""
-    global _table
-    _table = None
 
 
 def bucket(dtype: torch.dtype, **what: Any) -> str:
@@ -168,12 +161,13 @@ def _read(path: Path) -> Table:
 def _setting(device: str, threads: int) -> str:
     versions = f"torch {torch.__version__}, tfm_kernels {__version__}"
     if device == "cpu":
-        return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads, {versions}"
+        return f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads, {versions}"
     name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
     return f"{name}, CUDA {torch.version.cuda}, {versions}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name, as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tfm_kernels import _measured, tuning
+from tfm_kernels import _measured
 
 MODEL = """
 import torch
@@ -23,15 +23,10 @@ def no_op():
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "SECONDS", 0.0)
-    monkeypatch.setattr(tuning, "LEAST", 0.0)
-    monkeypatch.setattr(_measured, "file", lambda: tmp_path / "kept" / "tuned.json")
-    _measured.ignore()
+def model(tmp_path, quick_tuning):
     path = tmp_path / "my_model.py"
     path.write_text(MODEL)
-    yield path
-    _measured.ignore()
+    return path
 
 
 def test_a_model_is_measured_and_forgotten(run, model, tmp_path):

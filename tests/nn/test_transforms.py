@@ -6,17 +6,18 @@ from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 
 import tfm_kernels as tfk
+from tfm_kernels.testing.float64 import assert_same_in_float64
 
 PADDING = torch.arange(7)[None] >= torch.tensor([7, 4, 1])[:, None]  # (3, 7), True = ignore
 
 
 def layer(norm_first=False):
     torch.manual_seed(0)
-    return nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    return nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).double()
 
 
 def ours(norm_first=False):
-    made = tfk.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    made = tfk.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).double()
     made.load_state_dict(layer(norm_first).state_dict())
     return made
 
@@ -32,7 +33,7 @@ MODELS = {"nn": ours, "patch": patched}
 
 @pytest.fixture
 def x():
-    return torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1))
+    return torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def loss(model, parameters, x, padding):
@@ -50,7 +51,7 @@ def test_gradients_are_autograds(name, norm_first, x):
     found = grad(loss, argnums=1)(model, parameters, x, PADDING)
     loss(model, dict(model.named_parameters()), x, PADDING).backward()
     for key, value in model.named_parameters():
-        torch.testing.assert_close(found[key], value.grad, rtol=1e-4, atol=1e-6)
+        assert_same_in_float64(found[key], value.grad, key)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -63,16 +64,18 @@ def test_gradients_of_each_sample(name, x):
     for b in range(len(x)):
         alone = grad(loss, argnums=1)(model, parameters, x[b : b + 1], PADDING[b : b + 1])
         for key, value in alone.items():
-            torch.testing.assert_close(found[key][b], value, rtol=1e-4, atol=1e-6)
+            assert_same_in_float64(found[key][b], value, key)
 
 
 def test_forward_mode(x):
     """Of what PyTorch has it for: its own attention on a CPU has none."""
     tangent = torch.ones_like(x)
     for found, expected in zip(
-        jvp(tfk.nn.LayerNorm(16), (x,), (tangent,)), jvp(nn.LayerNorm(16), (x,), (tangent,)), strict=True
+        jvp(tfk.nn.LayerNorm(16).double(), (x,), (tangent,)),
+        jvp(nn.LayerNorm(16).double(), (x,), (tangent,)),
+        strict=True,
     ):
-        torch.testing.assert_close(found, expected)
+        assert_same_in_float64(found, expected)
     with pytest.raises(NotImplementedError, match="forward AD"):
         jvp(layer(), (x,), (tangent,))
 

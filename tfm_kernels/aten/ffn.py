@@ -40,11 +40,6 @@ def ffn(
     return _block(*arguments)
 
 
-def plain_ffn(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str) -> Tensor:
-    """The same without gate, dropout and recomputation."""
-    return F.linear(_ACTIVATE[activation](F.linear(x, w1, b1)), w2, b2)
-
-
 def _block(x, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows):
     hidden = _ACTIVATE[activation](F.linear(x, w1, b1))
     if gate is not None:

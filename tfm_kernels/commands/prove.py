@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,12 +32,11 @@ def add(commands: Any) -> None:
     prove.add_argument("--steps", type=int, default=0, help="training steps to compare, default 0")
     prove.add_argument("--limit", type=float, default=1.05, help="allowed ratio of errors, default 1.05")
     prove.add_argument("--train", action="store_true", help="in training mode, dropout on")
-    prove.add_argument("--json", metavar="OUT", help="also write the whole report to this file")
+    target.declare_json(prove)
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.json is not None and not Path(options.json).absolute().parent.is_dir():
-        raise CommandError(f"--json must lie in a folder that exists, got {options.json!r}")
+    target.check_json(options.json)
     if not (options.limit >= 1.0 and options.steps >= 0):
         raise CommandError(f"--limit must be >= 1 and --steps >= 0, got {options.limit} and {options.steps}")
     model, inputs, loss_fn = target.load("prove", options.target, options.sentences)
@@ -53,11 +51,7 @@ def _run(options: argparse.Namespace) -> int:
     finally:
         _progress(options.prog)("")
     print(report.table())
-    if options.json is not None:
-        try:
-            Path(options.json).write_text(report.to_json() + "\n")
-        except OSError as error:
-            raise CommandError(f"--json cannot be written ({in_one_line(error)})") from error
+    target.write_json(options.json, report)
     return 0 if report.passed else 1
 
 

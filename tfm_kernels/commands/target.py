@@ -1,4 +1,6 @@
-"""The model that a command is about, and its inputs: from a function of the user's, or a folder with sentences."""
+"""The model that a command reports on, its inputs (from a function of the user's, or a folder with sentences), and the
+file that the report may go to.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,27 @@ def declare(command: argparse.ArgumentParser, *, optional: bool = False) -> None
     command.add_argument(
         "sentences", nargs="?", help=f"with a model folder: a text file, of which the first {SENTENCES} lines are used"
     )
+
+
+def declare_json(command: argparse.ArgumentParser) -> None:
+    """Adds the option ``--json``."""
+    command.add_argument("--json", metavar="OUT", help="also write the whole report to this file")
+
+
+def check_json(path: str | None) -> None:
+    """Refuses a file of a folder that is not there, before the work."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise CommandError(f"--json must lie in a folder that exists, got {path!r}")
+
+
+def write_json(path: str | None, report: Any) -> None:
+    """Writes a report where the file was asked for."""
+    if path is None:
+        return
+    try:
+        Path(path).write_text(report.to_json() + "\n")
+    except OSError as error:
+        raise CommandError(f"--json cannot be written ({in_one_line(error)})") from error
 
 
 def load(command: str, target: str, sentences: str | None) -> tuple[Any, Any, Any]:

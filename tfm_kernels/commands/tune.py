@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def add(commands: Any) -> None:
     target.declare(tune, optional=True)
     tune.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"), help="default: the model's")
     tune.add_argument("--train", action="store_true", help="measure training: forward with backward")
-    tune.add_argument("--json", metavar="OUT", help="also write the report to this file")
+    target.declare_json(tune)
     tune.add_argument("--forget", action="store_true", help="delete everything that was measured")
 
 
@@ -39,8 +38,7 @@ def _run(options: argparse.Namespace) -> int:
         return _forget(options)
     if options.target is None:
         raise CommandError("a target is missing: file.py:function, module:function or a model folder")
-    if options.json is not None and not Path(options.json).absolute().parent.is_dir():
-        raise CommandError(f"--json must lie in a folder that exists, got {options.json!r}")
+    target.check_json(options.json)
     model, inputs, _ = target.load("tune", options.target, options.sentences)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     model = model if dtype is None else model.to(dtype)
@@ -53,11 +51,7 @@ def _run(options: argparse.Namespace) -> int:
     except Exception as error:  # whatever the user's model raises is told in one sentence
         raise CommandError(f"the model cannot be measured ({in_one_line(error)})") from error
     print(report.table())
-    if options.json is not None:
-        try:
-            Path(options.json).write_text(report.to_json() + "\n")
-        except OSError as error:
-            raise CommandError(f"--json cannot be written ({in_one_line(error)})") from error
+    target.write_json(options.json, report)
     return 0
 
 

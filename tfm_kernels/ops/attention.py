@@ -145,8 +145,8 @@ _QUERIES_FROM = {
     (torch.float64, False): LONGEST, (torch.float64, True): LONGEST,
 }  # fmt: skip
 _QUERIES_FROM_WITH_TILES = {(torch.bfloat16, False): 128, **_QUERIES_FROM}
-# The same with so many keys: 16 x 1024 0.99, in training 0.96; 32 x 512 0.90 and 0.95; 48 x 256 0.74 and 0.84.
-_MANY_KEYS, _QUERIES_FROM_MANY_KEYS = 256, {(torch.float32, False): 16, (torch.float32, True): 16}
+# float32 with so many keys: 16 x 1024 0.99, in training 0.96; 32 x 512 0.90 and 0.95; 48 x 256 0.74 and 0.84.
+_MANY_KEYS, _QUERIES_FROM_MANY_KEYS = 256, 16
 # With AVX2 and no AVX-512 (Zen 3, 8 to 512 sequence-heads 32 and 64 wide): in training 0.9 to 1.1 at 48 queries, 0.85
 # to 1.0 at 64, 0.9 to 1.04 at 96.
 _QUERIES_FROM_AVX2 = {**_QUERIES_FROM, (torch.float32, False): 32, (torch.float32, True): 64}
@@ -166,8 +166,8 @@ def _has_few_queries(call: AttentionCall) -> bool:
     queries_from = _QUERIES_FROM_WITH_TILES if _library.bf16_tiles else _QUERIES_FROM
     if _library.avx2:
         queries_from = _QUERIES_FROM_AVX2
-    elif call.max_seqlen_k >= _MANY_KEYS:
-        queries_from = {**queries_from, **_QUERIES_FROM_MANY_KEYS}
+    elif call.max_seqlen_k >= _MANY_KEYS and call.query.dtype == torch.float32:
+        return call.max_seqlen_q < _QUERIES_FROM_MANY_KEYS
     training = _check.records_graph(call.query, call.key, call.value)
     return call.max_seqlen_q < queries_from.get((call.query.dtype, training), 0)
 

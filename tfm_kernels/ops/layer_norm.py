@@ -263,7 +263,8 @@ def add_layer_norm(
     Example:
         >>> y, z = add_layer_norm(torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), dropout_p=0.1)
     """
-    return _add_layer_norm(x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, backend, True)
+    options = {"dropout_p": dropout_p, "seed": seed, "dropout_rows": dropout_rows, "unbiased": unbiased}
+    return _add_layer_norm(x, residual, weight, bias, eps, True, **options, backend=backend)
 
 
 def layer_norm_of_sum(
@@ -272,22 +273,31 @@ def layer_norm_of_sum(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    *,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-    dropout_rows: Tensor | None = None,
-    unbiased: bool = False,
-    backend: str | None = None,
+    **options: Any,
 ) -> Tensor:
     """y of ``add_layer_norm``, for layers that go on with y alone: z is kept for a backward only, a write less.
 
     Arguments, errors and numerics are those of ``add_layer_norm``.
     """
-    keep = _check.records_graph(x, residual, weight, bias)
-    return _add_layer_norm(x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, backend, keep)[0]
+    return _add_layer_norm(x, residual, weight, bias, eps, _check.records_graph(x, residual, weight, bias), **options)[
+        0
+    ]
 
 
-def _add_layer_norm(x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, backend, keep_sum):
+def _add_layer_norm(
+    x,
+    residual,
+    weight,
+    bias,
+    eps,
+    keep_sum,
+    *,
+    dropout_p=0.0,
+    seed=None,
+    dropout_rows=None,
+    unbiased=False,
+    backend=None,
+):
     key = None
     if residual is not None and dropout_rows is None:
         key = _library.signature("add_layer_norm", backend, x, residual, weight, bias, eps, dropout_p, unbiased)

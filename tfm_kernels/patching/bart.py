@@ -43,12 +43,12 @@ def _p(layer: Any, name: str) -> float:
     return getattr(layer, name) if layer.training else 0.0
 
 
-def _sum_norm(layer: Any, x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    return block.add_norm(x, residual, norm, dropout_p=_p(layer, "dropout"), backend=options(layer).backend)
+def _told(layer: Any) -> dict[str, Any]:
+    return {"dropout_p": _p(layer, "dropout"), "backend": options(layer).backend}
 
 
 def _norm_of_sum(layer: Any, x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
-    return block.norm_of_sum(x, residual, norm, dropout_p=_p(layer, "dropout"), backend=options(layer).backend)
+    return block.norm_of_sum(x, residual, norm, **_told(layer))
 
 
 def _feed_forward(layer: Any, known: Known, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def _fuse_pre_norm_encoder(original: Any) -> type:
             attended, _ = self.self_attn(
                 hidden_states=self.self_attn_layer_norm(hidden_states), attention_mask=attention_mask, **kwargs
             )
-            x, z = _sum_norm(self, attended, hidden_states, self.final_layer_norm)
+            x, z = block.add_norm(attended, hidden_states, self.final_layer_norm, **_told(self))
             y = _feed_forward(self, _PRE_NORM_ENCODER, x)
             z = z + nn.functional.dropout(y, p=self.dropout, training=self.training)
             return _clamped(z) if z.dtype == torch.float16 else z
