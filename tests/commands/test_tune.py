@@ -17,6 +17,9 @@ def build():
 def wrong_call():
     return build()[0], torch.randn(2, 5, 17)
 
+def odd_inputs():
+    return build()[0], 3
+
 def no_op():
     return nn.Identity(), torch.randn(2)
 """
@@ -55,6 +58,10 @@ def test_training_in_another_dtype(run, model):
         (("--forget", "{model}:build"), "takes no target"),
         (("{model}:nothing",), "has no function nothing"),
         (("{model}:wrong_call",), "the model cannot be measured ("),
+        (
+            ("{model}:odd_inputs",),
+            "(TypeError: tune: inputs must be a tensor, a tuple or a dict of arguments, got int)",
+        ),
         (("{model}:no_op",), "leaves no call of tfm_kernels.ops to automatic choice"),
         (("{model}:build", "--json", "/no/such/folder/x.json"), "a folder that exists"),
         (("{folder}",), "a model folder needs a text file of sentences after it: tune"),

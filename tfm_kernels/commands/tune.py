@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import _measured, patching, tuning
+from .. import _check, _measured, patching, tuning
 from ..proof.runs import Call
 from . import parser, target
 from .parser import CommandError, in_one_line
@@ -41,11 +41,11 @@ def _run(options: argparse.Namespace) -> int:
     target.check_json(options.json)
     model, inputs, _ = target.load("tune", options.target, options.sentences)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    model = model if dtype is None else model.to(dtype)
-    call = Call.of(inputs).to(dtype)
-    patching.patch(model)
-    model.train(options.train)
     try:
+        call = Call(*_check.call_arguments("tune", inputs)).to(dtype)
+        model = model if dtype is None else model.to(dtype)
+        patching.patch(model)
+        model.train(options.train)
         with torch.set_grad_enabled(options.train):
             report = tuning.tune(model, call.args or call.kwargs, progress=_progress(options.prog))
     except Exception as error:  # whatever the user's model raises is told in one sentence
