@@ -57,10 +57,13 @@ PYBIND11_MODULE(_C, m) {
     info["compiler"] = __VERSION__;
     info["cpu_capability"] = at::get_cpu_capability();
     info["bf16_tiles"] = tfm_kernels::has_bf16_tiles();
+    info["amx"] = tfm_kernels::has_amx();
 #if defined(__x86_64__)
     info["instruction_sets"] = "DEFAULT AVX2 AVX512";
+    info["amd"] = static_cast<bool>(__builtin_cpu_is("amd"));
 #else
     info["instruction_sets"] = "DEFAULT";
+    info["amd"] = false;
 #endif
     return info;
   });

@@ -8,6 +8,7 @@ from tfm_kernels import _backend, _library
 from tfm_kernels.ops import layer_norm_call
 
 ops = tfk.ops
+PROCESSORS = (_library.XEON, _library.ZEN3, _library.ZEN4)
 
 
 @pytest.fixture
@@ -114,11 +115,11 @@ def test_use_backend_is_seen(x):
     assert not fused()
 
 
-@pytest.mark.parametrize("avx2", [False, True])
+@pytest.mark.parametrize("nearest", PROCESSORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_choice_depends_on_size_and_on_training(dtype, avx2, monkeypatch):
+def test_the_choice_depends_on_size_and_on_training(dtype, nearest, monkeypatch):
     """The rule, at both of its ends; the limits between are measured."""
-    monkeypatch.setattr(_library, "avx2", avx2)
+    monkeypatch.setattr(_library, "nearest", nearest)
     small, large = torch.randn(2, 768, dtype=dtype), torch.randn(1024, 768, dtype=dtype)
     chosen = lambda op, *args, **kwargs: tfk.explain(op, *args, **kwargs).splitlines()[-1].split()[1]  # noqa: E731
     for op in ("layer_norm", "add_layer_norm"):
@@ -130,18 +131,49 @@ def test_the_choice_depends_on_size_and_on_training(dtype, avx2, monkeypatch):
     assert chosen("rms_norm", small) == "cpu" and chosen("layer_norm", small, unbiased=True) == "cpu"
 
 
-@pytest.mark.parametrize("avx2", [False, True])
-def test_ffn_trains_few_rows_where_vectors_are_short_and_more_where_they_are_long(avx2, monkeypatch):
-    monkeypatch.setattr(_library, "avx2", avx2)
-    w1, w2 = torch.ones(16, 8, requires_grad=True), torch.ones(8, 16)
-    for rows, cpu in ((1, False), (2, avx2), (63, avx2), (64, True), (511, True), (512, not avx2), (4096, True)):
-        answer = tfk.explain("ffn", torch.ones(rows, 8), w1, None, w2, None)
-        assert ("-> cpu" in answer) is cpu, rows
+FFN_TRAINS = {_library.XEON: (64, 9000), _library.ZEN3: (2, 63, 64, 511, 4096), _library.ZEN4: (2, 63, 512, 9000)}
+FFN_LEFT = {_library.XEON: (1, 63), _library.ZEN3: (1, 512, 4095), _library.ZEN4: (1,)}
+FFN_INFERENCE_LEFT = {(p, dtype): set() for p in PROCESSORS for dtype in (torch.float32, torch.bfloat16)}
+FFN_INFERENCE_LEFT |= {(_library.XEON, torch.float32): {3}, (_library.ZEN3, torch.float32): {2, 3}}
+FFN_INFERENCE_LEFT |= {(_library.ZEN4, torch.bfloat16): {17, 20}}
 
 
-@pytest.mark.parametrize(("avx2", "trains_from", "infers_from"), [(False, 128, 48), (True, 64, 32)])
-def test_attention_takes_fewer_queries_where_vectors_are_short(avx2, trains_from, infers_from, monkeypatch):
-    monkeypatch.setattr(_library, "avx2", avx2)
+@pytest.mark.parametrize("nearest", PROCESSORS)
+def test_ffn_leaves_pytorch_training_that_it_does_faster(nearest, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", nearest)
+    w1, w2 = torch.ones(16, 8), torch.ones(8, 16)
+    takes = lambda rows: "-> cpu" in tfk.explain("ffn", torch.ones(rows, 8), w1, None, w2, None)  # noqa: E731
+    w1.requires_grad_()
+    assert all(map(takes, FFN_TRAINS[nearest])) and not any(map(takes, FFN_LEFT[nearest]))
+
+
+@pytest.mark.parametrize(("nearest", "dtype"), FFN_INFERENCE_LEFT, ids=str)
+def test_ffn_leaves_pytorch_few_rows_without_gradients(nearest, dtype, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", nearest)
+    weights = torch.ones(16, 8, dtype=dtype), None, torch.ones(8, 16, dtype=dtype), None
+    takes = lambda rows: "-> cpu" in tfk.explain("ffn", torch.ones(rows, 8, dtype=dtype), *weights)  # noqa: E731
+    rows = (1, 2, 3, 4, 16, 17, 20, 21, 512, 9000)
+    assert {m for m in rows if not takes(m)} == FFN_INFERENCE_LEFT[nearest, dtype]
+
+
+@pytest.mark.parametrize("nearest", PROCESSORS)
+def test_ffn_trains_float16_from_few_rows_where_pytorch_emulates_it(nearest, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", nearest)
+    first = 1 if nearest == _library.ZEN4 else 4
+    weights = torch.ones(16, 8, dtype=torch.float16, requires_grad=True), None, torch.ones(8, 16).half(), None
+    for native in (False, True):
+        monkeypatch.setattr(_library, "f16_products", native)
+        for rows, takes in ((first - 1, False), (first, True), (512, True)):
+            answer = tfk.explain("ffn", torch.ones(rows, 8).half(), *weights)
+            assert ("-> cpu" in answer) is (takes and not native), (rows, native)
+
+
+QUERIES_FROM = [(_library.XEON, 128, 48), (_library.ZEN3, 64, 32), (_library.ZEN4, 8, 8)]
+
+
+@pytest.mark.parametrize(("nearest", "trains_from", "infers_from"), QUERIES_FROM)
+def test_attention_takes_fewer_queries_where_the_library_is_slow(nearest, trains_from, infers_from, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", nearest)
     monkeypatch.setattr(_library, "bf16_tiles", False)
     for needs_grad, limit in ((True, trains_from), (False, infers_from)):
         for queries, name in ((limit - 1, "aten"), (limit, "cpu")):
@@ -149,10 +181,21 @@ def test_attention_takes_fewer_queries_where_vectors_are_short(avx2, trains_from
             assert f"-> {name}" in tfk.explain("attention", q, q, q)
 
 
+@pytest.mark.parametrize(("nearest", "limit"), [(_library.XEON, 1 << 16), (_library.ZEN3, 1 << 18), (_library.ZEN4, 0)])
+def test_attention_of_one_query_is_chosen_by_what_there_is_to_read(nearest, limit, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", nearest)
+    for keys, name in ((limit // 16, "cpu"), (limit // 16 - 1, "aten")):
+        if keys >= 0:
+            q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 2, keys, 8)
+            assert f"-> {name}" in tfk.explain("attention", q, k, k)
+
+
+@pytest.mark.parametrize("nearest", [_library.XEON, _library.ZEN4])
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_attention_takes_fewer_queries_of_many_keys_where_vectors_are_long(needs_grad, monkeypatch):
-    monkeypatch.setattr(_library, "avx2", False)
-    for queries, keys, name in ((15, 256, "aten"), (16, 255, "aten"), (16, 256, "cpu")):
+def test_attention_has_another_limit_for_many_keys_where_vectors_are_long(needs_grad, nearest, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", nearest)
+    few = "cpu" if nearest == _library.ZEN4 else "aten"
+    for queries, keys, name in ((15, 256, "aten"), (15, 255, few), (16, 255, few), (16, 256, "cpu")):
         q, k = (torch.ones(1, 2, length, 8, requires_grad=needs_grad) for length in (queries, keys))
         assert f"-> {name}" in tfk.explain("attention", q, k, k)
 

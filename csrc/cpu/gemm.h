@@ -36,6 +36,9 @@ void gemm_tile(int64_t m, int64_t n, int64_t k, const uint16_t* a, int64_t lda, 
 // to float32 first, which is three times faster than the emulation.
 bool has_bf16_tiles();
 
+// Whether those tiles are AMX's, which take no longer for 16 columns than the weights take to come.
+bool has_amx();
+
 // To be called once by every thread that has used gemm_tile, when it is done (gives back AMX's tile
 // registers).
 void gemm_release();

@@ -81,15 +81,16 @@ void tile_features(const LinearFwd& args, int64_t row, int64_t rows, int64_t beg
 
 void linear_fwd(const LinearFwd& args, DType dtype, int64_t row, int64_t rows, int64_t begin,
                 int64_t end, void* scratch) {
-  if (args.bf16_tiles)
+  if (args.bf16_tiles && !outruns_bf16_tiles(rows))
     return tile_features(args, row, rows, begin, end, static_cast<float*>(scratch));
-  for_dtype(dtype, [&](auto zero) {
+  for_few_rows_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using T = decltype(zero);
     using C = compute_t<T>;
+    using O = decltype(operand);
     C* room = static_cast<C*>(scratch);
     int64_t x_ld = args.x_stride_m;
-    const C* x = few_rows_operand(static_cast<const T*>(args.x) + row * x_ld, rows, args.K,
-                                  room + few_rows_room(kFewRows), x_ld);
+    const O* x = few_rows_operand(static_cast<const T*>(args.x) + row * x_ld, rows, args.K,
+                                  reinterpret_cast<O*>(room + few_rows_room(kFewRows)), x_ld);
     few_rows_linear(begin, end, rows, args.K, x, x_ld, static_cast<const T*>(args.weight),
                     args.weight_stride_n, static_cast<const T*>(args.bias),
                     static_cast<T*>(args.y) + row * args.N, args.N, room);

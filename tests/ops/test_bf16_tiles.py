@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 import torch, tfm_kernels as tfk
 from tfm_kernels import _library
-assert not _library.bf16_tiles
+assert not _library.cpu_extension.build_info()["{without}"]
 draw = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)
 g = torch.manual_seed(3)
 call = {call}
@@ -41,8 +41,28 @@ LINEAR = '("linear", {"x": draw(17, 48), "weight": draw(160, 48) / 7, "bias": dr
 )
 def test_widened_where_the_matrix_library_may_not_use_tiles(call):
     """oneDNN reads ONEDNN_MAX_CPU_ISA: a processor with tiles then behaves as one without."""
-    environment = {"PATH": "/usr/bin:/bin", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "PYTHONPATH": str(ROOT)}
-    code = CODE.replace("{call}", call)
+    hold_the_contract("AVX512_CORE", "bf16_tiles", call)
+
+
+SMALL_FFN = (
+    '("ffn", {"x": draw({rows}, 1040), "w1": draw(150, 1040) / 32, "b1": draw(150), "w2": draw(99, 150) / 12, '
+    '"b2": draw(99), "gate": draw(150, 1040) / 32, "activation": "silu", "dropout_p": 0.2, "seed": torch.tensor(7)})'
+)
+SMALL_LINEAR = '("linear", {"x": draw({rows}, 1046), "weight": draw(113, 1046) / 32, "bias": draw(113)})'
+
+
+@pytest.mark.skipif(not _library.bf16_tiles, reason="this processor does not multiply bfloat16 as it is stored")
+@pytest.mark.parametrize("rows", (1, 2, 7, 16))
+@pytest.mark.parametrize("call", (SMALL_FFN, SMALL_LINEAR), ids=("ffn", "linear"))
+def test_few_rows_without_amx(call, rows):
+    """AVX512_BF16 alone: up to 16 rows take its dot products, tails of all lengths among them."""
+    hold_the_contract("AVX512_CORE_BF16", "amx", call.replace("{rows}", str(rows)))
+
+
+def hold_the_contract(isa, without, call):
+    """The contract of a call in a process whose processor lacks what oneDNN may not use."""
+    environment = {"PATH": "/usr/bin:/bin", "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": str(ROOT)}
+    code = CODE.replace("{without}", without).replace("{call}", call)
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "held\n", done.stderr
 
@@ -69,6 +89,7 @@ def ffn_of(dtype, rows, dropout_p, training):
 @pytest.mark.parametrize("tiles", (False, True))
 def test_choice_follows_the_tiles(monkeypatch, tiles, training):
     monkeypatch.setattr(_library, "bf16_tiles", tiles)
+    monkeypatch.setattr(_library, "nearest", _library.XEON)
     first = {rows: ffn_call.prefer(ffn_of(torch.bfloat16, rows, 0.0, training))[0] for rows in (1, 64, 8192)}
     assert first[8192] == "cpu"
     assert first[1] == ("aten" if training else "cpu")
@@ -78,7 +99,7 @@ def test_choice_follows_the_tiles(monkeypatch, tiles, training):
 @pytest.mark.parametrize("dropout_p", (0.0, 0.1))
 @pytest.mark.parametrize("native", (False, True))
 def test_choice_follows_the_float16_products(monkeypatch, native, dropout_p):
-    monkeypatch.setattr(ffn_call, "_F16_PRODUCTS", native)
+    monkeypatch.setattr(_library, "f16_products", native)
     first = {
         training: ffn_call.prefer(ffn_of(torch.float16, 512, dropout_p, training))[0] for training in (False, True)
     }

@@ -105,22 +105,23 @@ def test_gradients_are_refused_by_name_and_left_to_pytorch_otherwise():
         assert "-> cpu" in tfk.explain("linear", **given)
 
 
-CHOICES = [  # dtype, rows, without and with AVX2 alone
-    (torch.float32, 0, "aten", "aten"), (torch.float32, 1, "aten", "aten"), (torch.float32, 3, "aten", "cpu"),
-    (torch.float32, 4, "cpu", "cpu"), (torch.float32, 64, "cpu", "cpu"), (torch.float32, 65, "aten", "cpu"),
-    (torch.float32, 384, "aten", "cpu"), (torch.float32, 385, "aten", "aten"), (torch.float16, 1, "cpu", "cpu"),
-    (torch.float16, 128, "cpu", "cpu"), (torch.float16, 129, "aten", "cpu"), (torch.bfloat16, 8, "cpu", "cpu"),
-    (torch.bfloat16, 129, "aten", "cpu"), (torch.bfloat16, 9000, "aten", "cpu"), (torch.float64, 8, "aten", "aten"),
-]  # fmt: skip
+MANY = {_library.XEON: 64, _library.ZEN3: 384, _library.ZEN4: 384}  # rows of float32
+ONE = {_library.XEON: 1 << 17, _library.ZEN3: 1 << 16, _library.ZEN4: 1 << 16}  # elements of the weight for one row
 
 
-@pytest.mark.parametrize("avx2", [False, True])
-def test_few_rows_are_chosen_and_where_vectors_are_short_many(avx2, monkeypatch):
-    monkeypatch.setattr(_library, "avx2", avx2)
-    for dtype, rows, *names in CHOICES:
+@pytest.mark.parametrize("nearest", MANY)
+def test_few_rows_are_chosen_and_many_where_the_library_is_slow(nearest, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", nearest)
+    few = 4 if nearest == _library.XEON else 2
+    emulated = {torch.bfloat16: nearest == _library.ZEN3, torch.float16: nearest != _library.XEON}
+    expected = {(torch.float32, rows): False for rows in (0, 1, few - 1, MANY[nearest] + 1)}
+    expected |= {(torch.float32, rows): True for rows in (few, MANY[nearest])} | {(torch.float64, 8): False}
+    for dtype, many in emulated.items():
+        expected |= {(dtype, 0): False, (dtype, 1): True, (dtype, 128): True, (dtype, 129): many, (dtype, 9000): many}
+    for (dtype, rows), kernel in expected.items():
         x, weight = torch.ones(rows, 8, dtype=dtype), torch.ones(4, 8, dtype=dtype)
-        assert f"-> {names[avx2]}" in tfk.explain("linear", x, weight)
-    row, large = torch.ones(1, 256), torch.ones(256 if avx2 else 512, 256)
+        assert ("-> cpu" in tfk.explain("linear", x, weight)) is kernel, (dtype, rows)
+    row, large = torch.ones(1, 256), torch.ones(ONE[nearest] // 256, 256)
     assert "-> cpu" in tfk.explain("linear", row, large)
     assert "-> cpu" not in tfk.explain("linear", row, large[1:])
 

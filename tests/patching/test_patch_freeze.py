@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import platform
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def packed_products_pay(monkeypatch):
-    monkeypatch.setattr(_library, "avx2", False)
+    monkeypatch.setattr(_library, "nearest", _library.XEON)
     monkeypatch.setattr(frozen, "_PRODUCTS", 0)
 
 
@@ -47,7 +48,7 @@ def error(y, exact):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 64, 300])
 def test_product(rows, dtype, monkeypatch):
-    monkeypatch.setattr(onednn, "EMULATES_16_BIT", True)
+    monkeypatch.setattr(onednn, "EMULATED", {torch.bfloat16, torch.float16})
     torch.manual_seed(0)
     for shape, bias in (((24, 40), True), ((7, 5), False), ((100, 33), True)):
         layer, x = nn.Linear(*shape, bias).to(dtype).eval(), torch.randn(rows, shape[0]).to(dtype)
@@ -66,7 +67,7 @@ def test_product(rows, dtype, monkeypatch):
 
 def test_small_products_make_no_copy(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(_library, "avx2", False)
+    monkeypatch.setattr(_library, "nearest", _library.XEON)
     for rows, width, pays in ((1000, 64, False), (64, 384, True), (16, 384, False), (15, 1024, False), (16, 768, True)):
         layer, x = nn.Linear(width, width).eval().requires_grad_(False), torch.randn(rows, width)
         frozen.freeze(layer)
@@ -77,7 +78,7 @@ def test_small_products_make_no_copy(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", MODELS)
 def test_outputs(kind, dtype, packed, monkeypatch):
-    monkeypatch.setattr(onednn, "EMULATES_16_BIT", True)
+    monkeypatch.setattr(onednn, "EMULATED", {torch.bfloat16, torch.float16})
     model = MODELS[kind]().to(dtype)
     exact = call(copy.deepcopy(model).double())
     with tfk.patch(model, packed=packed):
@@ -92,8 +93,17 @@ def test_outputs(kind, dtype, packed, monkeypatch):
     assert report.frozen == {}
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="nothing is emulated elsewhere")
+def test_each_type_of_16_bits_is_emulated_where_the_machine_lacks_its_products(monkeypatch):
+    for bf16_tiles, f16_products in ((True, False), (False, True), (True, True), (False, False)):
+        monkeypatch.setattr(_library, "bf16_tiles", bf16_tiles)
+        monkeypatch.setattr(_library, "f16_products", f16_products)
+        native = {torch.bfloat16: bf16_tiles, torch.float16: f16_products}
+        assert onednn._emulated() == {dtype for dtype in native if not native[dtype]}
+
+
 def test_16_bit_weights_are_not_kept_where_the_machine_multiplies_them(monkeypatch):
-    monkeypatch.setattr(onednn, "EMULATES_16_BIT", False)
+    monkeypatch.setattr(onednn, "EMULATED", {torch.float16})
     model = encoder().bfloat16()
     with tfk.patch(model, freeze=True) as report:
         call(model)
@@ -104,7 +114,7 @@ def test_16_bit_weights_are_not_kept_where_the_machine_multiplies_them(monkeypat
 @pytest.mark.parametrize("kind", MODELS)
 def test_nothing_is_kept_where_vectors_are_short(kind, dtype, monkeypatch):
     """Bit for bit what the patched model gives that was not frozen; training is refused as everywhere."""
-    monkeypatch.setattr(_library, "avx2", True)
+    monkeypatch.setattr(_library, "nearest", _library.ZEN3)
     model = MODELS[kind]().to(dtype)
     with tfk.patch(model):
         plain = call(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,12 @@ def padded_batch(tokenizer: Any, lines: list[str]) -> Batch:
     return dict(tokenizer(lines, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"))
 
 
-def full_batch(tokenizer: Any, lines: list[str]) -> Batch:
-    """The same tokens in rows of LENGTH without any padding; what does not fill a row is left out."""
-    tokens = [token for ids in tokenizer(lines, add_special_tokens=False)["input_ids"] for token in ids]
-    width = LENGTH - 2
-    rows = [tokens[at : at + width] for at in range(0, len(tokens) - width + 1, width)]
-    ids = torch.tensor([[tokenizer.cls_token_id, *row, tokenizer.sep_token_id] for row in rows])
+def full_batch(tokenizer: Any, lines: list[str], rows: int) -> Batch:
+    """So many rows of LENGTH without any padding: the sentences one after another, from the first again at the end."""
+    tokens = cycle([token for ids in tokenizer(lines, add_special_tokens=False)["input_ids"] for token in ids])
+    ids = torch.tensor(
+        [[tokenizer.cls_token_id, *islice(tokens, LENGTH - 2), tokenizer.sep_token_id] for _ in range(rows)]
+    )
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,24 +33,28 @@ class Call:
 
 # Without gradients cpu is faster than aten or as fast, in parts of its time (2.6 GHz Xeon and Zen 3, 384-1536 to
 # 1024-4096): float32 0.85 to 0.97 at one row, 0.5 to 0.8 from 4; float16 0.3 to 0.8; bfloat16 0.35 to 0.95 in the
-# processor's tiles and 0.2 to 0.8 without; but for two rows of float32 with AVX2 (1.0 to 1.2) and three (1.05 to 1.1).
-_ATEN_INFERS, _ATEN_INFERS_AVX2 = (3,), (2, 3)
+# processor's tiles and 0.2 to 0.8 without; but for these rows of float32 (1.0 to 1.2 at two, 1.05 to 1.1 at three). On
+# Zen 4 (128-512 to 768-3072) float32 0.2 to 0.85, float16 0.15 to 0.75, bfloat16 0.25 to 0.97, but 0.4 to 1.2 at these.
+_ATEN_INFERS: dict[tuple[str, torch.dtype], Sequence[int]] = {
+    (_library.XEON, torch.float32): (3,),
+    (_library.ZEN3, torch.float32): (2, 3),
+    (_library.ZEN4, torch.bfloat16): range(17, 21),
+}
 # float64, which is there to check gradients, has no tiles: from this many rows 0.3 to 0.8, in training 0.2 to 0.7.
 _FLOAT64_FEW = 17
-# 16 bits -> rows from which cpu trains faster; 32 rows of float32, 512-2048, took 3.9 ms against 3.5, but with AVX2 and
-# no AVX-512 1.1 to 1.8 times less than aten's from 2 to 64 rows (128-512 to 768-3072, Zen 3; one row 0.9 to 1.1). In
-# tiles of bfloat16 only where the hidden activation is large (0.7 to 0.95 at 1024 rows).
-_CPU_TRAINS_FROM, _CPU_TRAINS_FROM_AVX2, _TILES_TRAIN_FROM = {False: 64, True: 4}, {False: 2, True: 4}, 8192
-# Where PyTorch multiplies float16 itself, aten trains faster: 0.5 to 0.7 for cpu at 8 and 32 rows of 512-2048 and
-# 768-3072, 0.9 to 1.0 from 128 to 8192 (2.6 GHz Xeon with AVX512_FP16).
-_F16_PRODUCTS: bool = (
-    torch.backends.mkldnn.is_available()
-    and hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
-    and torch.ops.mkldnn._is_mkldnn_fp16_supported()
-)
+# 16 bits -> rows from which cpu trains faster. float32: 32 rows, 512-2048, took 3.9 ms against 3.5 on a Xeon; on AMD's
+# from 2 to 64 rows 1.1 to 1.8 times less than aten's (Zen 3) and 1.2 to 2.3 times (Zen 4; 128-512 to 768-3072), one row
+# 0.9 to 1.1 and 0.7 to 1.4 of aten's time. float16, which PyTorch emulates on Zen 4, 0.02 to 0.65 of it there. In tiles
+# of bfloat16 only where the hidden activation is large (0.7 to 0.95 at 1024 rows).
+_TRAINS_FROM = {
+    _library.XEON: {False: 64, True: 4},
+    _library.ZEN3: {False: 2, True: 4},
+    _library.ZEN4: {False: 2, True: 1},
+}
+_TILES_TRAIN_FROM = 8192
 # float32 in training, without dropout: both are bound by the same products. With AVX2 aten's BLAS is up to 5 % faster
 # until the hidden activation is so large that its memory decides (1.07 to 1.26 for cpu there); with AVX-512 cpu takes
-# 0.93 to 1.0 of its time (384-1536 to 768-3072, 512 to 4096 rows).
+# 0.93 to 1.0 of its time (384-1536 to 768-3072, 512 to 4096 rows), on Zen 4 0.7 to 0.9.
 _ATEN_TRAINS_AVX2 = range(512, 4096)
 
 
@@ -67,14 +72,14 @@ def _aten_is_faster(call: Call) -> bool:
     if call.dtype == torch.float64:
         return call.training or call.rows >= _FLOAT64_FEW
     if not call.training:
-        return call.dtype == torch.float32 and call.rows in (_ATEN_INFERS_AVX2 if _library.avx2 else _ATEN_INFERS)
+        return call.rows in _ATEN_INFERS.get((_library.nearest, call.dtype), ())
     if call.dtype == torch.bfloat16 and _library.bf16_tiles:
         return call.rows < _TILES_TRAIN_FROM
-    if call.dtype == torch.float16 and _F16_PRODUCTS:
+    if call.dtype == torch.float16 and _library.f16_products:
+        # 0.5 to 0.7 for cpu at 8 and 32 rows of 512-2048 and 768-3072, 0.9 to 1.0 from 128 to 8192 (2.6 GHz Xeon)
         return True
-    trains = _library.avx2 and call.dtype == torch.float32 and call.rows in _ATEN_TRAINS_AVX2
-    cpu_from = _CPU_TRAINS_FROM_AVX2 if _library.avx2 else _CPU_TRAINS_FROM
-    return trains or call.rows < cpu_from[call.dtype.itemsize == 2]
+    many = _library.nearest == _library.ZEN3 and call.dtype == torch.float32 and call.rows in _ATEN_TRAINS_AVX2
+    return many or call.rows < _TRAINS_FROM[_library.nearest][call.dtype.itemsize == 2]
 
 
 def bucket(call: Call) -> tuple[str, str]:

@@ -12,19 +12,28 @@ from .. import _check, _library, _measured
 # cost, a large one by the kernels. Times over aten's with AVX-512 (2.6 GHz Xeon), last below the limit and first from
 # it: 0.99 and 0.86, 1.15 and 0.92, 1.04 and 0.96, 0.97 and 0.91, then 0.82 at 1 x 768 and 0.98, 1.14 and 0.83, 1.13
 # and 0.99.
-_CPU_FROM = {
+_XEON = {
     (False, False, False): 1 << 16, (False, False, True): 1 << 16,
     (False, True, False): 1 << 18, (False, True, True): 1 << 16,
     (True, False, False): 0, (True, False, True): 1 << 12,
     (True, True, False): 0, (True, True, True): 1 << 12,
 }  # fmt: skip
-# The same with AVX2 alone (Zen 3): float32 1 x 768 7.8 us against 8.1, in training 112 against 116.
-_CPU_FROM_AVX2 = {
+# The same on Zen 3: float32 1 x 768 7.8 us against 8.1, in training 112 against 116.
+_ZEN3 = {
     (False, False, False): 96 << 10, (False, False, True): 1 << 16,
     (False, True, False): 1 << 18, (False, True, True): 1 << 17,
     (True, False, False): 0, (True, False, True): 1 << 15,
     (True, True, False): 0, (True, True, True): 1 << 17,
 }  # fmt: skip
+# And on Zen 4: 1.07 and 0.80, 1.12 and 0.82, 1.07 and 0.84, 1.02 and 0.73, then 0.79 at 1 x 384 and 1.08 and 0.87, 0.94
+# at 1 x 384 and 1.09 and 0.99.
+_ZEN4 = {
+    (False, False, False): 1 << 16, (False, False, True): 1 << 16,
+    (False, True, False): 1 << 18, (False, True, True): 1 << 17,
+    (True, False, False): 0, (True, False, True): 1 << 16,
+    (True, True, False): 0, (True, True, True): 1 << 15,
+}  # fmt: skip
+_CPU_FROM = {_library.XEON: _XEON, _library.ZEN3: _ZEN3, _library.ZEN4: _ZEN4}
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,8 @@ def prefer(call: Call) -> tuple[str, ...]:
         return ("aten", "reference")
     # F.rms_norm is slower at every size, and aten draws dropout in plain torch; a compiled graph must not depend on M
     if not (call.rms or call.dropout_p > 0.0 or torch.compiler.is_compiling()):
-        cpu_from = _CPU_FROM_AVX2 if _library.avx2 else _CPU_FROM
-        if call.rows * call.features < cpu_from[call.residual, call.training, call.dtype.itemsize == 2]:
+        kind = call.residual, call.training, call.dtype.itemsize == 2
+        if call.rows * call.features < _CPU_FROM[_library.nearest][kind]:
             return ("aten", "cpu", "reference")
     return ("cpu", "aten", "reference")
 

@@ -46,26 +46,32 @@ SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cp
 # Rows at which cpu is faster than aten. Times over aten's (256-256 to 1024-1024 and 512-2048, 2.6 GHz Xeon with AMX and
 # AVX512_FP16): float32 1.1 to 1.4 at two rows, 0.5 to 1.2 at 4 to 12, 0.45 to 1.2 at 16 to 64, 0.8 to 1.3 at 96;
 # float16 0.2 to 1.0, bfloat16 in tiles 0.3 to 0.8; from 384 rows 1.0 to 1.1 and, in tiles, 0.8 to 1.4.
-_FEW = {torch.float32: range(4, 65), torch.float16: range(1, 129), torch.bfloat16: range(1, 129)}
-# The same for processors with AVX2 and no AVX-512 (1 to 8192 rows, 128-128 to 256-8000, Zen 3): float32 1.1 to 3.7 for
-# few rows, from 512 rows 0.9 to 1.0; one row 0.7 where the weight is small, else 1.3 to 2.0; bfloat16, which PyTorch
-# emulates there, 4 to 7. (These are aten's times over ours.)
-_FEW_OR_MANY = {torch.float32: range(2, 385), torch.float16: range(1, 1 << 62), torch.bfloat16: range(1, 1 << 62)}
-# Elements of the weight from which one row of float32 is faster: 1.1 at 2**16 with AVX-512, 0.7 to 0.95 above.
-_ONE_ROW_FROM, _ONE_ROW_FROM_AVX2 = 1 << 17, 1 << 16
+_FEW, _ANY = range(1, 129), range(1, 1 << 62)
+_XEON = {torch.float32: range(4, 65), torch.float16: _FEW, torch.bfloat16: _FEW}
+# The same on Zen 3 (1 to 8192 rows, 128-128 to 256-8000), but aten's times over cpu's: float32 1.1 to 3.7 for few rows,
+# from 512 rows 0.9 to 1.0; one row 0.7 where the weight is small, else 1.3 to 2.0; bfloat16, which PyTorch emulates
+# there, 4 to 7.
+_ZEN3 = {torch.float32: range(2, 385), torch.float16: _ANY, torch.bfloat16: _ANY}
+# On Zen 4 (1 to 4096 rows, the same weights), in parts of aten's time: float32 0.25 to 1.0 from 2 to 64 rows, 0.75 to
+# 1.05 at 128 and 384; float16, which PyTorch emulates, 0.1 to 0.8; bfloat16 0.3 to 0.97, from 256 rows 0.8 to 1.2.
+_ZEN4 = {torch.float32: range(2, 385), torch.float16: _ANY, torch.bfloat16: _FEW}
+_FASTER = {_library.XEON: _XEON, _library.ZEN3: _ZEN3, _library.ZEN4: _ZEN4}
+# Elements of the weight from which one row of float32 is faster: 1.1 at 2**16 on a Xeon, 0.7 to 0.95 above; 1.0 and 0.4
+# to 0.7 on Zen 4.
+_ONE_ROW_FROM = {_library.XEON: 1 << 17, _library.ZEN3: 1 << 16, _library.ZEN4: 1 << 16}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
-    faster = call.rows in (_FEW_OR_MANY if _library.avx2 else _FEW).get(call.dtype, ()) or _is_row_of_much(call)
+    faster = call.rows in _FASTER[_library.nearest].get(call.dtype, ()) or _is_row_of_much(call)
     if faster and call.device == "cpu" and not torch.compiler.is_compiling():
         return ("cpu", "aten", "reference")
     return ("aten", "reference")
 
 
 def _is_row_of_much(call: Call) -> bool:
-    size_from = _ONE_ROW_FROM_AVX2 if _library.avx2 else _ONE_ROW_FROM
-    return call.rows == 1 and call.dtype == torch.float32 and call.width * call.out >= size_from
+    size = call.width * call.out
+    return call.rows == 1 and call.dtype == torch.float32 and size >= _ONE_ROW_FROM[_library.nearest]
 
 
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:

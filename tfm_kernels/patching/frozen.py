@@ -105,10 +105,10 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
 
 
 def _can_keep(x: Tensor, weight: Tensor) -> bool:
-    if _library.avx2 or guard.tracing(x, weight):
+    if _library.nearest == _library.ZEN3 or guard.tracing(x, weight):
         return False
     if not (onednn.AVAILABLE and x.dtype == weight.dtype and x.device.type == weight.device.type == "cpu"):
         return False
     if torch.is_autocast_enabled("cpu") or weight.numel() == 0 or weight.is_inference():  # inference: not counted
         return False
-    return weight.dtype == torch.float32 or onednn.EMULATES_16_BIT and weight.dtype in (torch.bfloat16, torch.float16)
+    return weight.dtype == torch.float32 or weight.dtype in onednn.EMULATED

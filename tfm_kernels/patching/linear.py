@@ -30,14 +30,10 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
         y = linear_by_kernel(x, weight, bias)
         if y is not None:
             return y
-        if x.dtype == torch.float32 and onednn.AVAILABLE and rows >= _ONEDNN_ROWS and not _library.avx2:
+        onednn_gains = onednn.AVAILABLE and rows >= _ONEDNN_ROWS and _library.nearest != _library.ZEN3
+        if x.dtype == torch.float32 and onednn_gains:
             return onednn.product(x, weight, bias)  # it adds the bias as it stores; F.linear takes a pass of its own
-    if (
-        x.dtype in (torch.bfloat16, torch.float16)
-        and onednn.EMULATES_16_BIT
-        and weight.dtype == x.dtype
-        and rows >= _WIDEN_ROWS
-    ):
+    if x.dtype in onednn.EMULATED and weight.dtype == x.dtype and rows >= _WIDEN_ROWS:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
 

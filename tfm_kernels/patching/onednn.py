@@ -7,14 +7,22 @@ import platform
 import torch
 from torch import Tensor
 
-from .._library import bf16_tiles, cpu_extension
+from .. import _library
 
 AVAILABLE = torch.backends.mkldnn.is_available() and all(
     hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight", "_nbytes")
 )
 
-# F.linear in 16 bits is emulated, at a third of float32's rate or less, on x86 without bfloat16 dot products.
-EMULATES_16_BIT = cpu_extension is not None and platform.machine() in ("x86_64", "AMD64") and not bf16_tiles
+
+def _emulated() -> frozenset[torch.dtype]:
+    if _library.cpu_extension is None or platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    native = {torch.bfloat16: _library.bf16_tiles, torch.float16: _library.f16_products}
+    return frozenset(dtype for dtype, has in native.items() if not has)
+
+
+# The types that F.linear emulates, at a third of float32's rate or less: x86 without dot products of theirs.
+EMULATED = _emulated()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
