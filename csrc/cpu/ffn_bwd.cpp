@@ -99,10 +99,21 @@ void run(FfnBwd& args, DType dtype, bool wide, const at::TensorOptions& options)
       TFM_KERNEL(ffn_bwd_hidden)(args, dtype, row, rows, chunk * args.chunk, place(worker));
     });
     if (!args.dx) continue;
-    const int64_t groups = ceil_div(rows, 16), workers = std::min(groups, threads);
-    for_tasks(workers, workers, [&](int64_t task, int64_t worker) {
-      const int64_t begin = groups * task / workers * 16, end = groups * (task + 1) / workers * 16;
-      TFM_KERNEL(ffn_bwd_input)(args, dtype, row, begin, std::min(rows, end), place(worker));
+    // Every task packs the weights of its columns, so that rows are parted only where columns alone
+    // would let threads wait.
+    const int64_t groups = ceil_div(rows, 16), panels = ceil_div(args.E, kPanel);
+    const int64_t across = std::clamp<int64_t>(threads, 1, std::max<int64_t>(panels, 1));
+    const int64_t least = std::min(groups, ceil_div(threads, across));
+    const int64_t down =
+        panels % threads == 0 ? 1 : std::clamp(rows / 256, least, ceil_div(4 * threads, across));
+    const int64_t tasks = across * down;
+    for_tasks(tasks, std::min(tasks, threads), [&](int64_t task, int64_t worker) {
+      const int64_t i = task / across, j = task % across;
+      const int64_t begin = groups * i / down * 16, end = groups * (i + 1) / down * 16;
+      const int64_t first = panels * j / across * kPanel;
+      const int64_t last = panels * (j + 1) / across * kPanel;
+      TFM_KERNEL(ffn_bwd_input)
+      (args, dtype, row, begin, std::min(rows, end), first, std::min(args.E, last), place(worker));
     });
   }
 }

@@ -60,7 +60,8 @@ TFM_DECLARE_KERNEL(void ffn_bwd_prepare(const FfnBwd& args, DType dtype, int64_t
                                         int64_t end))
 TFM_DECLARE_KERNEL(void ffn_bwd_hidden(const FfnBwd& args, DType dtype, int64_t row, int64_t rows,
                                        int64_t feature, void* scratch))
+// Columns first..last - 1 of dx; `first` is a multiple of kPanel.
 TFM_DECLARE_KERNEL(void ffn_bwd_input(const FfnBwd& args, DType dtype, int64_t row, int64_t begin,
-                                      int64_t end, void* scratch))
+                                      int64_t end, int64_t first, int64_t last, void* scratch))
 
 }  // namespace tfm_kernels

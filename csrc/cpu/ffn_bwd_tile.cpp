@@ -242,25 +242,29 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
 }
 
 template <typename T, typename O, typename C = compute_t<T>>
-void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, O* panels) {
-  const int64_t E = args.E, F = args.F;
-  C* dx = static_cast<C*>(args.dx_sum);
+void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, int64_t first, int64_t last,
+           O* panels) {
+  const int64_t E = args.E, F = args.F, columns = last - first;
+  C* dx = static_cast<C*>(args.dx_sum) + first;
   const auto add = [&](const void* weight, const void* d, int64_t f, int64_t n, bool accumulate) {
-    pack_panels(static_cast<const T*>(weight) + f * E, E, n, E, panels, n * kFfnPanel);
+    pack_panels(static_cast<const T*>(weight) + f * E + first, E, n, columns, panels,
+                n * kFfnPanel);
     for (int64_t r = begin; r < end; r += kFfnRowStep)
-      for (int64_t e = 0; e < E; e += kFfnPanel)
-        product(std::min(kFfnRowStep, end - r), std::min(kFfnPanel, E - e), n,
+      for (int64_t e = 0; e < columns; e += kFfnPanel)
+        product(std::min(kFfnRowStep, end - r), std::min(kFfnPanel, columns - e), n,
                 static_cast<const O*>(d) + dp_at(args, r, f), args.dp_ld, panels + e * n, kFfnPanel,
                 dx + r * E + e, E, accumulate, kLongestGradientSum);
   };
-  if (F == 0) std::fill(dx + begin * E, dx + end * E, C(0));
+  if (F == 0)
+    for (int64_t r = begin; r < end; ++r) std::fill_n(dx + r * E, columns, C(0));
   for (int64_t f = 0; f < F; f += kFfnSumStep) {
     const int64_t n = std::min(kFfnSumStep, F - f);
     add(args.w1, args.dp, f, n, f > 0);
     if (args.gated) add(args.gate, args.dg, f, n, true);
   }
   if constexpr (!std::is_same_v<T, C>)
-    narrow(dx + begin * E, (end - begin) * E, static_cast<T*>(args.dx) + (row + begin) * E);
+    for (int64_t r = begin; r < end; ++r)
+      narrow(dx + r * E, columns, static_cast<T*>(args.dx) + (row + r) * E + first);
 }
 
 }  // namespace
@@ -280,10 +284,10 @@ void ffn_bwd_hidden(const FfnBwd& args, DType dtype, int64_t row, int64_t rows, 
 }
 
 void ffn_bwd_input(const FfnBwd& args, DType dtype, int64_t row, int64_t begin, int64_t end,
-                   void* scratch) {
+                   int64_t first, int64_t last, void* scratch) {
   for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using O = decltype(operand);
-    input<decltype(zero), O>(args, row, begin, end, static_cast<O*>(scratch));
+    input<decltype(zero), O>(args, row, begin, end, first, last, static_cast<O*>(scratch));
   });
 }
 
