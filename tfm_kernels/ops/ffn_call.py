@@ -44,12 +44,12 @@ _ATEN_INFERS: dict[tuple[str, torch.dtype], Sequence[int]] = {
 _FLOAT64_FEW = 17
 # 16 bits -> rows from which cpu trains faster. float32: 32 rows, 512-2048, took 3.9 ms against 3.5 on a Xeon; on AMD's
 # from 2 to 64 rows 1.1 to 1.8 times less than aten's (Zen 3) and 1.2 to 2.3 times (Zen 4; 128-512 to 768-3072), one row
-# 0.9 to 1.1 and 0.6 to 0.95 of aten's time. float16, which PyTorch emulates on Zen 4, 0.02 to 0.65 there. In tiles of
+# 0.9 to 1.1 and 0.6 to 1.3 of aten's time. float16, which PyTorch emulates on Zen 4, 0.02 to 0.65 there. In tiles of
 # bfloat16 only where the hidden activation is large (0.7 to 0.95 at 1024 rows).
 _TRAINS_FROM = {
     _library.XEON: {False: 64, True: 4},
     _library.ZEN3: {False: 2, True: 4},
-    _library.ZEN4: {False: 1, True: 1},
+    _library.ZEN4: {False: 2, True: 1},
 }
 _TILES_TRAIN_FROM = 8192
 # float32 in training, without dropout: both are bound by the same products. With AVX2 aten's BLAS is up to 5 % faster
