@@ -56,8 +56,10 @@ sanitize: $(VENV)/deps
 	  ASAN_OPTIONS=detect_leaks=0 $(abspath $(BIN))/python -m tests.sanitized
 	$(BIN)/python -m tests.simt.sanitized
 
+# it runs on the CPU: where there is no GPU it does not wait for nvcc
 demo: $(VENV)/deps
-	$(BIN)/pip install -q --no-build-isolation -e '.[demo,plot]'
+	$(if $(wildcard /dev/nvidia0 tfm_kernels/_cuda*.so),,TFM_KERNELS_CUDA_ARCHS=) \
+	  $(BIN)/pip install -q --no-build-isolation -e '.[demo,plot]'
 	$(BIN)/python -m tfm_kernels.demo
 
 bench: build

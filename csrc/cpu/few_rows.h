@@ -6,7 +6,6 @@
 // whole vectors.
 #pragma once
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 #include "isa.h"

@@ -3,7 +3,8 @@
 // of y.
 // Traffic: reads the weights once, from L3 or memory, which is what it costs; x, h (M*F) and y stay
 // in cache. 4*M*E*F FLOPs, 6 with a gate.
-// Limits:  at most kFewRows rows. Sums in float32, in float64 for float64.
+// Limits:  at most kFewRows rows. Sums in float32, in float64 for float64; bfloat16 products where
+// outruns_bf16_tiles().
 // Source:  own work.
 #include "few_rows.h"
 #include "ffn_hidden.h"
