@@ -41,6 +41,13 @@ inline int64_t few_rows_operand_room(int64_t rows, int64_t k) { return k * round
 inline namespace CPU_CAPABILITY {
 namespace {
 
+// Whether bfloat16 can be multiplied here as it is stored.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr bool kPairProducts = true;
+#else
+constexpr bool kPairProducts = false;
+#endif
+
 // How vectors of operands are multiplied and added to vectors of sums.
 template <typename O>
 struct Products {
@@ -87,16 +94,6 @@ struct Products<bf16_t> {
   }
 };
 #endif
-
-// for_operands() of operand.h, as far as there are products here.
-template <typename Body>
-void for_few_rows_operands(DType dtype, [[maybe_unused]] bool bf16_tiles, Body body) {
-#if defined(CPU_CAPABILITY_AVX512)
-  for_operands(dtype, bf16_tiles, body);
-#else
-  for_dtype(dtype, [&](auto zero) { body(zero, compute_t<decltype(zero)>{}); });
-#endif
-}
 
 constexpr int64_t kDotLength = 1024;  // the longest sum formed at a time: a tile's rows stay in L1
 // A tile: the products of some features with some rows, as many as registers hold.

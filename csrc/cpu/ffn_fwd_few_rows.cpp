@@ -46,7 +46,7 @@ void hidden_features(const FfnFwd& args, int64_t begin, int64_t end, C* scratch)
 
 void ffn_fwd_few_rows_hidden(const FfnFwd& args, DType dtype, int64_t begin, int64_t end,
                              void* scratch) {
-  for_few_rows_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
+  for_operands<kPairProducts>(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using C = compute_t<decltype(zero)>;
     hidden_features<decltype(zero), decltype(operand)>(args, begin, end, static_cast<C*>(scratch));
   });
@@ -54,7 +54,7 @@ void ffn_fwd_few_rows_hidden(const FfnFwd& args, DType dtype, int64_t begin, int
 
 void ffn_fwd_few_rows_out(const FfnFwd& args, DType dtype, int64_t begin, int64_t end,
                           void* scratch) {
-  for_few_rows_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
+  for_operands<kPairProducts>(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using T = decltype(zero);
     using O = decltype(operand);
     using C = compute_t<T>;

@@ -83,7 +83,7 @@ void linear_fwd(const LinearFwd& args, DType dtype, int64_t row, int64_t rows, i
                 int64_t end, void* scratch) {
   if (args.bf16_tiles && !outruns_bf16_tiles(rows))
     return tile_features(args, row, rows, begin, end, static_cast<float*>(scratch));
-  for_few_rows_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
+  for_operands<kPairProducts>(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using T = decltype(zero);
     using C = compute_t<T>;
     using O = decltype(operand);

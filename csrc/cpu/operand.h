@@ -25,10 +25,12 @@ inline bool takes_bf16_tiles(DType dtype, std::initializer_list<int64_t> even) {
          std::all_of(even.begin(), even.end(), [](int64_t n) { return n % 2 == 0; });
 }
 
-// Calls `body` with a value of the storage type that `dtype` names and one of its operands' type.
-template <typename Body>
-decltype(auto) for_operands(DType dtype, bool bf16_tiles, Body&& body) {
-  if (dtype == DType::bf16 && bf16_tiles) return body(bf16_t{}, bf16_t{});
+// Calls `body` with a value of the storage type that `dtype` names and one of its operands' type;
+// `pairs`: bfloat16 as it is stored may be one.
+template <bool pairs = true, typename Body>
+decltype(auto) for_operands(DType dtype, [[maybe_unused]] bool bf16_tiles, Body&& body) {
+  if constexpr (pairs)
+    if (dtype == DType::bf16 && bf16_tiles) return body(bf16_t{}, bf16_t{});
   return for_dtype(dtype, [&](auto zero) { return body(zero, compute_t<decltype(zero)>{}); });
 }
 

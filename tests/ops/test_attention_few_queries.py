@@ -76,7 +76,7 @@ def test_one_query_never_reads_what_is_hidden(dtype):
 )
 def test_small_plain_calls_are_left_to_pytorch(monkeypatch, dtype, tiles, training, queries, chosen):
     monkeypatch.setattr(ATTENTION._library, "bf16_tiles", tiles)
-    monkeypatch.setattr(ATTENTION._library, "nearest", "Xeon")
+    monkeypatch.setattr(ATTENTION._library, "nearest", ATTENTION._library.XEON)
     q, k, v = (torch.zeros(1, 2, queries, 8, dtype=dtype, requires_grad=training) for _ in range(3))
     plain = ATTENTION.describe(q, k, v)
     assert ATTENTION.PREFER(plain)[0] == chosen

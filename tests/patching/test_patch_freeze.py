@@ -93,13 +93,15 @@ def test_outputs(kind, dtype, packed, monkeypatch):
     assert report.frozen == {}
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="nothing is emulated elsewhere")
 def test_each_type_of_16_bits_is_emulated_where_the_machine_lacks_its_products(monkeypatch):
     for bf16_tiles, f16_products in ((True, False), (False, True), (True, True), (False, False)):
         monkeypatch.setattr(_library, "bf16_tiles", bf16_tiles)
         monkeypatch.setattr(_library, "f16_products", f16_products)
         native = {torch.bfloat16: bf16_tiles, torch.float16: f16_products}
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
         assert onednn._emulated() == {dtype for dtype in native if not native[dtype]}
+        monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+        assert onednn._emulated() == frozenset()
 
 
 def test_16_bit_weights_are_not_kept_where_the_machine_multiplies_them(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 from .. import _check, _library, _measured
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # the registered operators take the index
+
+
+_16_BITS = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -35,27 +38,28 @@ class Call:
 # 1024-4096): float32 0.85 to 0.97 at one row, 0.5 to 0.8 from 4; float16 0.3 to 0.8; bfloat16 0.35 to 0.95 in the
 # processor's tiles and 0.2 to 0.8 without; but for these rows of float32 (1.0 to 1.2 at two, 1.05 to 1.1 at three). On
 # Zen 4 (128-512 to 768-3072) float32 0.2 to 0.85, float16 0.15 to 0.75, bfloat16 0.25 to 0.97, but 0.4 to 1.2 at these.
-_ATEN_INFERS: dict[tuple[str, torch.dtype], Sequence[int]] = {
+_ATEN_INFERS: dict[tuple[str, torch.dtype], Container[int]] = {
     (_library.XEON, torch.float32): (3,),
     (_library.ZEN3, torch.float32): (2, 3),
     (_library.ZEN4, torch.bfloat16): range(17, 21),
 }
 # float64, which is there to check gradients, has no tiles: from this many rows 0.3 to 0.8, in training 0.2 to 0.7.
 _FLOAT64_FEW = 17
-# 16 bits -> rows from which cpu trains faster. float32: 32 rows, 512-2048, took 3.9 ms against 3.5 on a Xeon; on AMD's
-# from 2 to 64 rows 1.1 to 1.8 times less than aten's (Zen 3) and 1.2 to 2.3 times (Zen 4; 128-512 to 768-3072), one row
-# 0.9 to 1.1 and 0.6 to 1.3 of aten's time. float16, which PyTorch emulates on Zen 4, 0.02 to 0.65 there. In tiles of
-# bfloat16 only where the hidden activation is large (0.7 to 0.95 at 1024 rows).
-_TRAINS_FROM = {
-    _library.XEON: {False: 64, True: 4},
-    _library.ZEN3: {False: 2, True: 4},
-    _library.ZEN4: {False: 2, True: 1},
+# In training, without dropout. float32: 32 rows, 512-2048, took cpu 3.9 ms and aten 3.5 on a Xeon; from 2 to 64 rows
+# of 128-512 to 768-3072 cpu takes 1.1 to 1.8 times less than aten on Zen 3 and 1.2 to 2.3 times on Zen 4, at one row
+# 0.9 to 1.1 and 0.6 to 1.3 of its time. Many rows are bound by the same products: with AVX2 aten's BLAS is up to 5 %
+# faster until the hidden activation is so large that its memory decides (1.07 to 1.26 for cpu there); cpu takes 0.93 to
+# 1.0 of aten's time on a Xeon (384-1536 to 768-3072, 512 to 4096 rows) and 0.7 to 0.9 on Zen 4. float16, which PyTorch
+# emulates on Zen 4, 0.02 to 0.65 there.
+_ATEN_TRAINS: dict[tuple[str, torch.dtype], Container[int]] = {
+    (_library.XEON, torch.float32): range(64),
+    (_library.ZEN3, torch.float32): {0, 1, *range(512, 4096)},
+    (_library.ZEN4, torch.float32): range(2),
+    **{(processor, dtype): range(4) for processor in (_library.XEON, _library.ZEN3) for dtype in _16_BITS},
+    **{(_library.ZEN4, dtype): range(1) for dtype in _16_BITS},
 }
+# In tiles of bfloat16 cpu trains faster only where the hidden activation is large (0.7 to 0.95 at 1024 rows).
 _TILES_TRAIN_FROM = 8192
-# float32 in training, without dropout: both are bound by the same products. With AVX2 aten's BLAS is up to 5 % faster
-# until the hidden activation is so large that its memory decides (1.07 to 1.26 for cpu there); with AVX-512 cpu takes
-# 0.93 to 1.0 of its time (384-1536 to 768-3072, 512 to 4096 rows), on Zen 4 0.7 to 0.9.
-_ATEN_TRAINS_AVX2 = range(512, 4096)
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -78,8 +82,7 @@ def _aten_is_faster(call: Call) -> bool:
     if call.dtype == torch.float16 and _library.f16_products:
         # 0.5 to 0.7 for cpu at 8 and 32 rows of 512-2048 and 768-3072, 0.9 to 1.0 from 128 to 8192 (2.6 GHz Xeon)
         return True
-    many = _library.nearest == _library.ZEN3 and call.dtype == torch.float32 and call.rows in _ATEN_TRAINS_AVX2
-    return many or call.rows < _TRAINS_FROM[_library.nearest][call.dtype.itemsize == 2]
+    return call.rows in _ATEN_TRAINS[_library.nearest, call.dtype]
 
 
 def bucket(call: Call) -> tuple[str, str]:

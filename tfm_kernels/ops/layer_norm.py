@@ -263,8 +263,10 @@ def add_layer_norm(
     Example:
         >>> y, z = add_layer_norm(torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), dropout_p=0.1)
     """
-    options = {"dropout_p": dropout_p, "seed": seed, "dropout_rows": dropout_rows, "unbiased": unbiased}
-    return _add_layer_norm(x, residual, weight, bias, eps, True, **options, backend=backend)
+    return _add_layer_norm(
+        x, residual, weight, bias, eps, True,
+        dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows, unbiased=unbiased, backend=backend,
+    )  # fmt: skip
 
 
 def layer_norm_of_sum(
@@ -279,25 +281,14 @@ def layer_norm_of_sum(
 
     Arguments, errors and numerics are those of ``add_layer_norm``.
     """
-    return _add_layer_norm(x, residual, weight, bias, eps, _check.records_graph(x, residual, weight, bias), **options)[
-        0
-    ]
+    keep_sum = _check.records_graph(x, residual, weight, bias)
+    return _add_layer_norm(x, residual, weight, bias, eps, keep_sum, **options)[0]
 
 
 def _add_layer_norm(
-    x,
-    residual,
-    weight,
-    bias,
-    eps,
-    keep_sum,
-    *,
-    dropout_p=0.0,
-    seed=None,
-    dropout_rows=None,
-    unbiased=False,
-    backend=None,
-):
+    x, residual, weight, bias, eps, keep_sum, *,
+    dropout_p=0.0, seed=None, dropout_rows=None, unbiased=False, backend=None,
+):  # fmt: skip
     key = None
     if residual is not None and dropout_rows is None:
         key = _library.signature("add_layer_norm", backend, x, residual, weight, bias, eps, dropout_p, unbiased)

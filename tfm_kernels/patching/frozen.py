@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .. import _check, _library
+from .. import _check
 from . import guard, onednn
 
 FROZEN = "_tfm_kernels_frozen"  # in a module's __dict__, so that copies of a frozen model are frozen
@@ -105,9 +105,9 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
 
 
 def _can_keep(x: Tensor, weight: Tensor) -> bool:
-    if _library.nearest == _library.ZEN3 or guard.tracing(x, weight):
+    if not onednn.gains() or guard.tracing(x, weight):
         return False
-    if not (onednn.AVAILABLE and x.dtype == weight.dtype and x.device.type == weight.device.type == "cpu"):
+    if not (x.dtype == weight.dtype and x.device.type == weight.device.type == "cpu"):
         return False
     if torch.is_autocast_enabled("cpu") or weight.numel() == 0 or weight.is_inference():  # inference: not counted
         return False

@@ -30,8 +30,7 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
         y = linear_by_kernel(x, weight, bias)
         if y is not None:
             return y
-        onednn_gains = onednn.AVAILABLE and rows >= _ONEDNN_ROWS and _library.nearest != _library.ZEN3
-        if x.dtype == torch.float32 and onednn_gains:
+        if x.dtype == torch.float32 and rows >= _ONEDNN_ROWS and onednn.gains():
             return onednn.product(x, weight, bias)  # it adds the bias as it stores; F.linear takes a pass of its own
     if x.dtype in onednn.EMULATED and weight.dtype == x.dtype and rows >= _WIDEN_ROWS:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)

@@ -14,6 +14,11 @@ AVAILABLE = torch.backends.mkldnn.is_available() and all(
 )
 
 
+def gains() -> bool:
+    """Whether its product is worth asking for: on Zen 3 it reaches 0.8 to 0.9 of F.linear's rate, packed or not."""
+    return AVAILABLE and _library.nearest != _library.ZEN3
+
+
 def _emulated() -> frozenset[torch.dtype]:
     if _library.cpu_extension is None or platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
