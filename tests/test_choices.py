@@ -131,8 +131,10 @@ def test_the_choice_depends_on_size_and_on_training(dtype, nearest, monkeypatch)
     assert chosen("rms_norm", small) == "cpu" and chosen("layer_norm", small, unbiased=True) == "cpu"
 
 
-FFN_TRAINS = {_library.XEON: (64, 9000), _library.ZEN3: (2, 63, 64, 511, 4096), _library.ZEN4: (2, 63, 512, 9000)}
-FFN_LEFT = {_library.XEON: (1, 63), _library.ZEN3: (1, 512, 4095), _library.ZEN4: (1,)}
+FFN_TRAINS = {_library.XEON: (64, 9000), _library.ZEN3: (1, 63, 64, 511, 4096), _library.ZEN4: (1, 63, 512, 9000)}
+FFN_LEFT = {_library.XEON: (1, 63), _library.ZEN3: (512, 4095), _library.ZEN4: ()}
+FFN_TRAINS_IN_TILES = {_library.XEON: (8192,), _library.ZEN3: (8192,), _library.ZEN4: (1, 8, 8192)}
+FFN_LEFT_IN_TILES = {_library.XEON: (1, 8191), _library.ZEN3: (1, 8191), _library.ZEN4: (9, 8191)}
 FFN_INFERENCE_LEFT = {
     (_library.XEON, torch.float32): {3}, (_library.ZEN3, torch.float32): {2, 3}, (_library.ZEN4, torch.float32): set(),
     (_library.XEON, torch.bfloat16): set(), (_library.ZEN3, torch.bfloat16): set(),
@@ -143,10 +145,13 @@ FFN_INFERENCE_LEFT = {
 @pytest.mark.parametrize("nearest", PROCESSORS)
 def test_ffn_leaves_pytorch_training_that_it_does_faster(nearest, monkeypatch):
     monkeypatch.setattr(_library, "nearest", nearest)
-    w1, w2 = torch.ones(16, 8), torch.ones(8, 16)
-    takes = lambda rows: "-> cpu" in tfk.explain("ffn", torch.ones(rows, 8), w1, None, w2, None)  # noqa: E731
-    w1.requires_grad_()
-    assert all(map(takes, FFN_TRAINS[nearest])) and not any(map(takes, FFN_LEFT[nearest]))
+    monkeypatch.setattr(_library, "bf16_tiles", True)
+    for dtype, taken, left in (
+        (torch.float32, FFN_TRAINS, FFN_LEFT), (torch.bfloat16, FFN_TRAINS_IN_TILES, FFN_LEFT_IN_TILES),
+    ):  # fmt: skip
+        weights = torch.ones(16, 8, dtype=dtype, requires_grad=True), None, torch.ones(8, 16, dtype=dtype), None
+        takes = lambda rows, w=weights: "-> cpu" in tfk.explain("ffn", torch.ones(rows, 8, dtype=w[0].dtype), *w)  # noqa: E731
+        assert all(map(takes, taken[nearest])) and not any(map(takes, left[nearest]))
 
 
 @pytest.mark.parametrize(("nearest", "dtype"), FFN_INFERENCE_LEFT, ids=str)
@@ -161,11 +166,11 @@ def test_ffn_leaves_pytorch_few_rows_without_gradients(nearest, dtype, monkeypat
 @pytest.mark.parametrize("nearest", PROCESSORS)
 def test_ffn_trains_float16_from_few_rows_where_pytorch_emulates_it(nearest, monkeypatch):
     monkeypatch.setattr(_library, "nearest", nearest)
-    first = 1 if nearest == _library.ZEN4 else 4
+    few = nearest == _library.ZEN4
     weights = torch.ones(16, 8, dtype=torch.float16, requires_grad=True), None, torch.ones(8, 16).half(), None
     for native in (False, True):
         monkeypatch.setattr(_library, "f16_products", native)
-        for rows, takes in ((first - 1, False), (first, True), (512, True)):
+        for rows, takes in ((1, few), (3, few), (4, True), (512, True)):
             answer = tfk.explain("ffn", torch.ones(rows, 8).half(), *weights)
             assert ("-> cpu" in answer) is (takes and not native), (rows, native)
 

@@ -1,5 +1,5 @@
 // ffn_bwd, CPU: the host. Implements FFN.5 to FFN.7 of tfm_kernels/ops/ffn.py with the kernels of
-// ffn_bwd_tile.cpp. Config:  pick_blocks() below. Source:  own work.
+// ffn_bwd_tile.cpp and ffn_bwd_few_rows.cpp. Config:  pick_blocks() below. Source:  own work.
 #ifdef CPU_CAPABILITY_DEFAULT
 #include "ffn_bwd.h"
 
@@ -56,7 +56,7 @@ struct Memory {
     args.dw1_sum = wide ? room(dw1_sum, args.dw1, F * E) : args.dw1;
     args.dw2_sum = wide ? room(dw2_sum, args.dw2, Eo * F) : args.dw2;
     args.dgate_sum = wide ? room(dgate_sum, args.dgate, F * E) : args.dgate;
-    db1_sum = at::empty({args.needs_db1 ? F : 0}, x.options().dtype(at::kDouble));
+    db1_sum = at::empty({args.db1 ? F : 0}, x.options().dtype(at::kDouble));
     args.db1_sum = db1_sum.mutable_data_ptr<double>();
   }
 
@@ -118,6 +118,40 @@ void run(FfnBwd& args, DType dtype, bool wide, const at::TensorOptions& options)
   }
 }
 
+static_assert(kFfnBwdFewRows <= kFewRows, "preact is there, saved or computed again");
+
+// A task of `hidden`: up to 512 features, whose products stay in L1 and L2.
+void run_few_rows(FfnBwd& args, DType dtype, const at::Tensor& x, const at::Tensor& dy) {
+  const auto wide = x.options().dtype(dtype == DType::f64 ? at::kDouble : at::kFloat);
+  const at::Tensor x_rows = x.to(wide), dy_rows = dy.to(wide);
+  args.x_rows = x_rows.const_data_ptr();
+  args.dy_rows = dy_rows.const_data_ptr();
+  args.x_rows_ld = x_rows.stride(0);
+  args.dy_rows_ld = dy_rows.stride(0);
+  args.dp_ld = ffn_bwd_few_rows_ld(args.F);
+  const int64_t threads = at::get_num_threads(), panels = ceil_div(args.E, kPanel);
+  const int64_t chunk =
+      std::clamp<int64_t>(round_up(ceil_div(args.F, threads), kPanel), kPanel, 512);
+  const int64_t across = std::clamp<int64_t>(panels, 1, threads);
+  const int64_t room = ffn_bwd_few_rows_scratch(args, chunk, args.E), held = args.M * args.dp_ld;
+  const Workspace workspace(x, (args.gated ? 2 : 1) * held, threads * room);
+  args.dp = workspace.first(0);
+  args.dg = args.gated ? workspace.first(held) : nullptr;
+  const int64_t chunks = ceil_div(args.F, chunk);
+  for_tasks(chunks, std::min(chunks, threads), [&](int64_t task, int64_t worker) {
+    const int64_t begin = task * chunk;
+    TFM_KERNEL(ffn_bwd_few_rows_hidden)
+    (args, dtype, begin, std::min(args.F, begin + chunk), workspace.second(worker * room));
+  });
+  if (!args.dx) return;
+  for_tasks(across, across, [&](int64_t task, int64_t worker) {
+    const int64_t first = panels * task / across * kPanel;
+    const int64_t last = std::min(args.E, panels * (task + 1) / across * kPanel);
+    TFM_KERNEL(ffn_bwd_few_rows_input)
+    (args, dtype, first, last, workspace.second(worker * room));
+  });
+}
+
 using SixTensors =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
@@ -167,6 +201,7 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   args.preact = preactc.dim() == 2 ? preactc.const_data_ptr() : nullptr;
   args.dx = need_x ? dx.mutable_data_ptr() : nullptr;
   args.dw1 = need_w1 ? dw1.mutable_data_ptr() : nullptr;
+  args.db1 = need_b1 ? db1.mutable_data_ptr() : nullptr;
   args.dw2 = need_w2 ? dw2.mutable_data_ptr() : nullptr;
   args.dgate = need_gate ? dgate.mutable_data_ptr() : nullptr;
   args.dy_stride_m = dy_rows.stride(0);
@@ -176,15 +211,18 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   args.F = F;
   args.Eo = Eo;
   args.gated = gate.has_value();
-  args.needs_db1 = need_b1;
   args.bf16_tiles = takes_bf16_tiles(dtype_of(x.scalar_type()), {E, F, Eo});
   args.activation = static_cast<Activation>(activation);
   args.dropout = check_dropout(dropout_p, seed, kOp);
   args.dropout_rows = check_rows(dropout_rows, M, kOp);
+  const DType dtype = dtype_of(x.scalar_type());
+  if (M <= ffn_bwd_few_rows(dtype, args.bf16_tiles)) {
+    run_few_rows(args, dtype, x_rows, dy_rows);
+    return {dx, dw1, db1, dw2, db2, dgate};
+  }
   pick_blocks(args, at::get_num_threads());
-
   const Memory memory(args, x);
-  run(args, dtype_of(x.scalar_type()), memory.wide, memory.options);
+  run(args, dtype, memory.wide, memory.options);
   memory.store(dw1, db1, dw2, dgate);
   return {dx, dw1, db1, dw2, db2, dgate};
 }

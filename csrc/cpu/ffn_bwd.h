@@ -21,9 +21,9 @@ namespace tfm_kernels {
 struct FfnBwd {
   const void *dy, *x, *w1, *b1, *w2, *gate;  // b1 may be null; weights contiguous
   const void* preact;                        // null: computed again
-  void *dx, *dw1, *dw2, *dgate;              // null where not wanted
+  void *dx, *dw1, *db1, *dw2, *dgate;        // null where not wanted
   int64_t dy_stride_m, x_stride_m, M, E, F, Eo;
-  bool gated, needs_db1;
+  bool gated;
   bool bf16_tiles;  // bfloat16 is multiplied as it is stored
   Activation activation;
   Dropout dropout;
@@ -63,5 +63,31 @@ TFM_DECLARE_KERNEL(void ffn_bwd_hidden(const FfnBwd& args, DType dtype, int64_t 
 // Columns first..last - 1 of dx; `first` is a multiple of kPanel.
 TFM_DECLARE_KERNEL(void ffn_bwd_input(const FfnBwd& args, DType dtype, int64_t row, int64_t begin,
                                       int64_t end, int64_t first, int64_t last, void* scratch))
+
+// Rows that have kernels of their own, at most. They took 0.5 to 0.95 of the tiles' time at as many
+// (128-512 to 1024-4096, Zen 4, its AVX2 too) and 1.0 to 1.5 times as long at twice as many.
+constexpr int64_t kFfnBwdFewRows = 32;
+inline int64_t ffn_bwd_few_rows(DType dtype, bool bf16_tiles) {
+  if (bf16_tiles) return 8;
+  if (isa() == Isa::avx512) return kFfnBwdFewRows;
+  return dtype == DType::f32 ? 8 : 16;
+}
+
+// Few rows, of which there is one block, preact is there and the operands are of the compute type:
+// hidden features begin..end - 1, then columns first..last - 1 of dx.
+TFM_DECLARE_KERNEL(void ffn_bwd_few_rows_hidden(const FfnBwd& args, DType dtype, int64_t begin,
+                                                int64_t end, void* scratch))
+TFM_DECLARE_KERNEL(void ffn_bwd_few_rows_input(const FfnBwd& args, DType dtype, int64_t first,
+                                               int64_t last, void* scratch))
+
+// The leading dimension of so many features or columns in working memory: whole panels and a bit,
+// because rows a power of two apart would thrash L1.
+inline int64_t ffn_bwd_few_rows_ld(int64_t n) { return round_up(n, kPanel) + 16; }
+
+// Elements of working memory that a task of so many features or columns needs.
+inline int64_t ffn_bwd_few_rows_scratch(const FfnBwd& args, int64_t features, int64_t columns) {
+  return args.M * std::max((args.gated ? 3 : 2) * ffn_bwd_few_rows_ld(features),
+                           ffn_bwd_few_rows_ld(columns));
+}
 
 }  // namespace tfm_kernels

@@ -7,7 +7,7 @@
 // Source:  own work.
 #include <utility>
 
-#include "ffn_bwd.h"
+#include "ffn_bwd_hidden.h"
 #include "prefetch.h"
 #include "transpose.h"
 #include "weights.h"
@@ -15,9 +15,6 @@
 namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
-
-// Columns of a panel here: where vectors hold 8 numbers, 32 (see panel_rows()).
-constexpr int64_t kFfnPanel = Vec::size() < 16 ? kPanel / 2 : kPanel;
 
 // Panels of columns of a right operand from src (rows, columns), the last filled up with zeros.
 // Row r of panel p begins at dst + p * panel_size + r * kFfnPanel; bfloat16: an odd row is followed
@@ -96,25 +93,6 @@ void load_preact(const T* stored, const T* bias, int64_t n, C* values) {
   for (int64_t j = n; j < kFfnPanel; ++j) values[j] = C(0);
 }
 
-// FFN.3 and FFN.6 on kFfnPanel features of a row: from dh, p and g to h (in the place of p), dp and
-// dg; g and dg are null without a gate. (Asked for in the loop, a missing dg becomes a masked
-// store, which costs AMD's processors more than all the rest.)
-template <typename Act, bool kGated, typename C>
-void differentiate(const C* factor, const C* dh, C* p, const C* g, C* dp, C* dg) {
-#pragma omp simd
-  for (int64_t j = 0; j < kFfnPanel; ++j) {
-    C slope;
-    const C value = Act::value(p[j], slope), scaled = dh[j] * factor[j];
-    const C d = factor[j] == C(0) ? C(0) : scaled;
-    C linear = C(1);
-    if constexpr (kGated) linear = g[j];
-    const C h = value * linear * factor[j];
-    p[j] = factor[j] == C(0) ? C(0) : h;
-    dp[j] = d * linear * slope;
-    if constexpr (kGated) dg[j] = d * value;
-  }
-}
-
 // The sum of a row of n numbers.
 template <typename C, typename O>
 double sum_row(const O* row, int64_t n, C* room) {
@@ -134,7 +112,7 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
   const auto carve_operand = [&](int64_t elements) {
     return reinterpret_cast<O*>(carve(elements));
   };
-  const bool again = !args.preact, needs_dh = args.dx || args.dw1 || args.dgate || args.needs_db1;
+  const bool again = !args.preact, needs_dh = args.dx || args.dw1 || args.dgate || args.db1;
   O *w2 = carve_operand(args.chunk * Eo), *w1 = again ? carve_operand(args.chunk * E) : nullptr;
   O* gate = again && args.gated ? carve_operand(args.chunk * E) : nullptr;
   C *dh = carve(args.chunk * strip), *h = carve(args.chunk * strip);
@@ -219,9 +197,9 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
         product(n, std::min(kFfnPanel, E - e), k, d_t, t_ld, x_panels + e * args.block, kFfnPanel,
                 static_cast<C*>(sum) + feature * E + e, E, accumulate, kLongestGradientSum);
     };
-    if (args.dw1 || args.needs_db1) weights(dp, dp_t, args.dw1_sum);
+    if (args.dw1 || args.db1) weights(dp, dp_t, args.dw1_sum);
     if (args.dgate) weights(dg, dg_t, args.dgate_sum);
-    if (args.needs_db1)
+    if (args.db1)
       for (int64_t j = 0; j < n; ++j) {
         const double sum = sum_row<C>(dp_t + j * t_ld, m, dh);
         args.db1_sum[feature + j] = accumulate ? args.db1_sum[feature + j] + sum : sum;

@@ -1,4 +1,4 @@
-"""ffn on the CPU with at most 32 rows, where kernels of their own stream the weights: backend "cpu", named."""
+"""ffn on the CPU with few rows, where kernels of their own stream the weights: backend "cpu", named."""
 
 import math
 
@@ -32,6 +32,7 @@ def block(rows, width, hidden, out, dtype=torch.float32, gated=False):
         (2, 17, 3, 5),
         (3, 1, 1, 1),
         (5, 1040, 70, 9),
+        (7, 66, 1030, 48),
         (8, 7, 1100, 130),
         (31, 33, 66, 31),
         (32, 64, 80, 2),
@@ -57,13 +58,29 @@ def test_a_row_does_not_depend_on_the_others(dtype):
             assert torch.equal(some, whole[-rows:])
 
 
-@pytest.mark.parametrize("rows", [5, 9])
-def test_does_not_depend_on_threads(rows):
-    given, found = block(rows, 70, 530, 50), []
+def results(given, dy=None):
+    """The output, and the gradients of all that is given, from where it lies."""
+    leaves = {name: t.requires_grad_() for name, t in given.items() if t is not None}
+    y = tfk.ops.ffn(**given, activation="gelu", backend="cpu")
+    dy = torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype) if dy is None else dy
+    return y.detach(), dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+
+
+def assert_same(found, expected):
+    assert torch.equal(found[0], expected[0])
+    for name, gradient in found[1].items():
+        assert torch.equal(gradient, expected[1][name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 9])
+def test_does_not_depend_on_threads(rows, dtype):
+    given, found = block(rows, 70, 1030, 50, dtype, gated=True), []
     for threads in (1, 2, 5):
         with on_threads(threads):
-            found.append(tfk.ops.ffn(**given, backend="cpu"))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+            found.append(results(given))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
 
 
 @pytest.mark.parametrize("rows", [6, 20])
@@ -71,19 +88,24 @@ def test_rows_far_apart(rows):
     given = block(rows, 24, 40, 24)
     spread = torch.zeros(rows, 100)
     spread[:, 3:27] = given["x"]
-    expected = tfk.ops.ffn(**given, backend="cpu")
-    assert torch.equal(tfk.ops.ffn(**(given | {"x": spread[:, 3:27]}), backend="cpu"), expected)
-    turned = given["x"].t().contiguous().t()
-    assert torch.equal(tfk.ops.ffn(**(given | {"x": turned}), backend="cpu"), expected)
+    dy = torch.randn(rows, 24)
+    expected = results(given, dy)
+    spread_dy = torch.zeros(rows, 100)
+    spread_dy[:, 3:27] = dy
+    assert_same(results(given | {"x": spread[:, 3:27]}, spread_dy[:, 3:27]), expected)
+    turned = given["x"].detach().t().contiguous().t()
+    assert_same(results(given | {"x": turned}, dy.t().contiguous().t()), expected)
 
 
 @pytest.mark.parametrize("rows", [5, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_what_is_not_finite_stays_in_its_row(dtype, rows):
     given = block(rows, 20, 36, 12, dtype)
-    clean = tfk.ops.ffn(**given, backend="cpu")
-    given["x"][rows - 1, 7] = math.nan
-    given["x"][2, 0] = math.inf
-    y = tfk.ops.ffn(**given, backend="cpu")
+    clean, expected = results(given)
+    x = given["x"].detach().clone()
+    x[rows - 1, 7] = math.nan
+    x[2, 0] = math.inf
+    y, gradients = results(given | {"x": x})
     sound = [row for row in range(rows) if row not in (2, rows - 1)]
     assert torch.equal(y[sound], clean[sound]) and y[rows - 1].isnan().all()
+    assert torch.equal(gradients["x"][sound], expected["x"][sound]) and gradients["x"][rows - 1].isnan().all()

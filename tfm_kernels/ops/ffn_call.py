@@ -47,19 +47,18 @@ _ATEN_INFERS: dict[tuple[str, torch.dtype], Container[int]] = {
 _FLOAT64_FEW = 17
 # In training, without dropout. float32: 32 rows, 512-2048, took cpu 3.9 ms and aten 3.5 on a Xeon; from 2 to 64 rows
 # of 128-512 to 768-3072 cpu takes 1.1 to 1.8 times less than aten on Zen 3 and 1.2 to 2.3 times on Zen 4, at one row
-# 0.9 to 1.1 and 0.6 to 1.3 of its time. Many rows are bound by the same products: with AVX2 aten's BLAS is up to 5 %
-# faster until the hidden activation is so large that its memory decides (1.07 to 1.26 for cpu there); cpu takes 0.93 to
-# 1.0 of aten's time on a Xeon (384-1536 to 768-3072, 512 to 4096 rows) and 0.7 to 0.9 on Zen 4. float16, which PyTorch
-# emulates on Zen 4, 0.02 to 0.65 there.
+# 0.55 to 0.7 of its time on Zen 4, with its AVX2 too. Many rows are bound by the same products: with AVX2 aten's BLAS
+# is up to 5 % faster until the hidden activation is so large that its memory decides (1.07 to 1.26 for cpu there); cpu
+# takes 0.93 to 1.0 of aten's time on a Xeon (384-1536 to 768-3072, 512 to 4096 rows) and 0.7 to 0.9 on Zen 4. float16,
+# which PyTorch emulates on Zen 4, 0.01 to 0.65 there.
 _ATEN_TRAINS: dict[tuple[str, torch.dtype], Container[int]] = {
     (_library.XEON, torch.float32): range(64),
-    (_library.ZEN3, torch.float32): {0, 1, *range(512, 4096)},
-    (_library.ZEN4, torch.float32): range(2),
+    (_library.ZEN3, torch.float32): range(512, 4096),
     **{(processor, dtype): range(4) for processor in (_library.XEON, _library.ZEN3) for dtype in _16_BITS},
-    **{(_library.ZEN4, dtype): range(1) for dtype in _16_BITS},
 }
-# In tiles of bfloat16 cpu trains faster only where the hidden activation is large (0.7 to 0.95 at 1024 rows).
-_TILES_TRAIN_FROM = 8192
+# The same in tiles of bfloat16, where cpu is faster if the hidden activation is large (0.7 to 0.95 at 1024 rows), and
+# on Zen 4 at few rows (0.4 to 0.9 up to 8).
+_ATEN_TRAINS_IN_TILES = {_library.XEON: range(8192), _library.ZEN3: range(8192), _library.ZEN4: range(9, 8192)}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -78,11 +77,11 @@ def _aten_is_faster(call: Call) -> bool:
     if not call.training:
         return call.rows in _ATEN_INFERS.get((_library.nearest, call.dtype), ())
     if call.dtype == torch.bfloat16 and _library.bf16_tiles:
-        return call.rows < _TILES_TRAIN_FROM
+        return call.rows in _ATEN_TRAINS_IN_TILES[_library.nearest]
     if call.dtype == torch.float16 and _library.f16_products:
         # 0.5 to 0.7 for cpu at 8 and 32 rows of 512-2048 and 768-3072, 0.9 to 1.0 from 128 to 8192 (2.6 GHz Xeon)
         return True
-    return call.rows in _ATEN_TRAINS[_library.nearest, call.dtype]
+    return call.rows in _ATEN_TRAINS.get((_library.nearest, call.dtype), ())
 
 
 def bucket(call: Call) -> tuple[str, str]:
