@@ -89,7 +89,8 @@ def test_times_are_reported_of_what_is_proven(passed, monkeypatch, capsys, tmp_p
     monkeypatch.setattr(demo, "_race", lambda label, *arguments: timing.Timing(label, 0.2, 0.1, 2.0, 3))
     assert demo.main(["--out", str(tmp_path / "report")]) == (0 if passed else 1)
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert len(report["timings"]) == (4 if passed else 0)
+    assert len(report["timings"]) == (4 if passed else 0) and len(report["proofs"]) == 2
+    assert json.loads((tmp_path / "report" / "proofs.json").read_text()) == [{}, {}]
     assert ("times faster" in capsys.readouterr().out) is passed
 
 
