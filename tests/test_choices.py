@@ -133,8 +133,8 @@ def test_the_choice_depends_on_size_and_on_training(dtype, nearest, monkeypatch)
 
 FFN_TRAINS = {_library.XEON: (64, 9000), _library.ZEN3: (1, 63, 64, 511, 4096), _library.ZEN4: (1, 63, 512, 9000)}
 FFN_LEFT = {_library.XEON: (1, 63), _library.ZEN3: (512, 4095), _library.ZEN4: ()}
-FFN_TRAINS_IN_TILES = {_library.XEON: (8192,), _library.ZEN3: (8192,), _library.ZEN4: (1, 8, 8192)}
-FFN_LEFT_IN_TILES = {_library.XEON: (1, 8191), _library.ZEN3: (1, 8191), _library.ZEN4: (9, 8191)}
+FFN_TRAINS_IN_TILES = {_library.XEON: (8192,), _library.ZEN3: (8192,), _library.ZEN4: (1, 128, 8192)}
+FFN_LEFT_IN_TILES = {_library.XEON: (1, 8191), _library.ZEN3: (1, 8191), _library.ZEN4: (129, 8191)}
 FFN_INFERENCE_LEFT = {
     (_library.XEON, torch.float32): {3}, (_library.ZEN3, torch.float32): {2, 3}, (_library.ZEN4, torch.float32): set(),
     (_library.XEON, torch.bfloat16): set(), (_library.ZEN3, torch.bfloat16): set(),

@@ -16,13 +16,15 @@
 namespace tfm_kernels {
 namespace {
 
-// Rows a block: 512 a thread, so that packing the weights costs little in `input`, and never more
-// than there are. Rows at a time in `hidden`: what leaves h, dp and their like in L2. Features a
-// task: 128, or 64 to feed all threads.
+// Rows at a time in `hidden`, a strip: what leaves h, dp and their like in L2; spread evenly, and
+// the same for any number of threads, because the sums follow it. Strips a block: 512 rows a
+// thread, so that packing the weights costs little in `input`. Features a task: 128, or 64 to feed
+// all threads.
 void pick_blocks(FfnBwd& args, int64_t threads) {
-  const int64_t most = std::clamp<int64_t>(512 * threads, 1024, 4096);
-  args.block = round_up(ceil_div(args.M, ceil_div(args.M, most)), 16);
-  args.strip = std::min<int64_t>(args.block, 512);
+  const int64_t most = 512, strips = ceil_div(args.M, most);
+  const int64_t blocks = ceil_div(strips, std::clamp<int64_t>(threads, 2, 8));
+  args.strip = round_up(ceil_div(args.M, strips), 16);
+  args.block = args.strip * ceil_div(strips, blocks);
   args.chunk = ceil_div(args.F, 128) >= threads ? 128 : 64;
 }
 
@@ -53,9 +55,13 @@ struct Memory {
       args.dy_rows = room(dy_rows, true, block * Eo);
     }
     if (wide) args.dx_sum = room(dx_sum, args.dx, block * E);
-    args.dw1_sum = wide ? room(dw1_sum, args.dw1, F * E) : args.dw1;
-    args.dw2_sum = wide ? room(dw2_sum, args.dw2, Eo * F) : args.dw2;
-    args.dgate_sum = wide ? room(dgate_sum, args.dgate, F * E) : args.dgate;
+    args.own_sums = wide && args.M <= block;
+    const auto sums = [&](at::Tensor& owner, void* gradient, int64_t elements) {
+      return wide ? room(owner, gradient && !args.own_sums, elements) : gradient;
+    };
+    args.dw1_sum = sums(dw1_sum, args.dw1, F * E);
+    args.dw2_sum = sums(dw2_sum, args.dw2, Eo * F);
+    args.dgate_sum = sums(dgate_sum, args.dgate, F * E);
     db1_sum = at::empty({args.db1 ? F : 0}, x.options().dtype(at::kDouble));
     args.db1_sum = db1_sum.mutable_data_ptr<double>();
   }
@@ -69,10 +75,9 @@ struct Memory {
   void store(const at::Tensor& dw1, const at::Tensor& db1, const at::Tensor& dw2,
              const at::Tensor& dgate) const {
     if (db1.numel()) db1.copy_(db1_sum);
-    if (!wide) return;
-    if (dw1.numel()) dw1.copy_(dw1_sum.view(dw1.sizes()));
-    if (dw2.numel()) dw2.copy_(dw2_sum.view(dw2.sizes()));
-    if (dgate.numel()) dgate.copy_(dgate_sum.view(dgate.sizes()));
+    if (dw1_sum.defined()) dw1.copy_(dw1_sum.view(dw1.sizes()));
+    if (dw2_sum.defined()) dw2.copy_(dw2_sum.view(dw2.sizes()));
+    if (dgate_sum.defined()) dgate.copy_(dgate_sum.view(dgate.sizes()));
   }
 };
 
@@ -216,7 +221,7 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   args.dropout = check_dropout(dropout_p, seed, kOp);
   args.dropout_rows = check_rows(dropout_rows, M, kOp);
   const DType dtype = dtype_of(x.scalar_type());
-  if (M <= ffn_bwd_few_rows(dtype, args.bf16_tiles)) {
+  if (M <= ffn_bwd_few_rows(args.bf16_tiles)) {
     run_few_rows(args, dtype, x_rows, dy_rows);
     return {dx, dw1, db1, dw2, db2, dgate};
   }

@@ -38,6 +38,7 @@ struct FfnBwd {
   const void *x_rows, *dy_rows;  // (block, E), (block, Eo) of the present block
   void *dp, *dg;                 // slices of kFfnSumStep features, each (block, dp_ld)
   void* dx_sum;                  // (block, E) of the present block
+  bool own_sums;  // of the weights' gradients, of one block: tasks form them in their own memory
   void *dw1_sum, *dw2_sum, *dgate_sum;
   double* db1_sum;  // (F)
   int64_t x_rows_ld, dy_rows_ld, dy_t_ld, dp_ld;
@@ -52,7 +53,11 @@ inline int64_t ffn_bwd_scratch(const FfnBwd& args) {
   const int64_t hidden = args.chunk * (args.Eo + weights * args.E) +
                          (2 + gates) * args.chunk * args.strip +
                          gates * args.chunk * (args.strip + 16);
-  return std::max(hidden, std::min(args.F, kFfnSumStep) * round_up(args.E, kPanel));
+  const int64_t sums = args.block <= args.strip
+                           ? kFfnRowStep * kPanel
+                           : args.chunk * (gates * round_up(args.E, kPanel) + args.Eo);
+  return std::max(hidden + (args.own_sums ? sums : 0),
+                  std::min(args.F, kFfnSumStep) * round_up(args.E, kPanel));
 }
 
 // `row` is the first of the present block, which has `rows`; begin and end count within it.
@@ -64,13 +69,12 @@ TFM_DECLARE_KERNEL(void ffn_bwd_hidden(const FfnBwd& args, DType dtype, int64_t 
 TFM_DECLARE_KERNEL(void ffn_bwd_input(const FfnBwd& args, DType dtype, int64_t row, int64_t begin,
                                       int64_t end, int64_t first, int64_t last, void* scratch))
 
-// Rows that have kernels of their own, at most. They took 0.5 to 0.95 of the tiles' time at as many
-// (128-512 to 1024-4096, Zen 4, its AVX2 too) and 1.0 to 1.5 times as long at twice as many.
+// Rows that have kernels of their own, at most. They took 0.6 to 1.1 of the tiles' time at as many
+// (128-512 to 1024-4096, Zen 4, its AVX2 too), at twice as many up to 1.4.
 constexpr int64_t kFfnBwdFewRows = 32;
-inline int64_t ffn_bwd_few_rows(DType dtype, bool bf16_tiles) {
-  if (bf16_tiles) return 8;
-  if (isa() == Isa::avx512) return kFfnBwdFewRows;
-  return dtype == DType::f32 ? 8 : 16;
+inline int64_t ffn_bwd_few_rows(bool bf16_tiles) {
+  if (bf16_tiles) return 4;
+  return isa() == Isa::avx512 ? kFfnBwdFewRows : 8;
 }
 
 // Few rows, of which there is one block, preact is there and the operands are of the compute type:

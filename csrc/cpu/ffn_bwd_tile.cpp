@@ -104,6 +104,16 @@ double sum_row(const O* row, int64_t n, C* room) {
   }
 }
 
+// Where a task forms the sums of a weight's gradient, null where it is not wanted: in the call's
+// memory, or in its own, from where complete sums go into the result, rounded.
+template <typename T, typename C = compute_t<T>>
+struct Sums {
+  C* first;
+  int64_t ld, step;  // between rows, between panels; step 0: one product at a time
+  T* result;         // null where the sums stay
+  int64_t result_ld;
+};
+
 template <typename T, typename O, typename C = compute_t<T>>
 void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* scratch) {
   const int64_t E = args.E, F = args.F, Eo = args.Eo, strip = args.strip;
@@ -120,6 +130,22 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
   const int64_t t_ld = strip + 16;
   O* dp_t = carve_operand(args.chunk * t_ld);
   O* dg_t = args.gated ? carve_operand(args.chunk * t_ld) : nullptr;
+
+  // Of (height, width), whose rows lie ld apart in the result and in the call's memory.
+  C* const own = scratch;
+  const auto sums_of = [&](void* gradient, void* sums, int64_t at, int64_t ld, int64_t height,
+                           int64_t width) {
+    using S = Sums<T>;
+    if (!gradient) return S{};
+    if (!args.own_sums) return S{static_cast<C*>(sums) + at, ld, kFfnPanel, nullptr, 0};
+    T* result = static_cast<T*>(gradient) + at;
+    if (args.block <= strip) return S{own, kFfnPanel, 0, result, ld};
+    const int64_t step = height * kFfnPanel;
+    return S{carve(step * ceil_div(width, kFfnPanel)), kFfnPanel, step, result, ld};
+  };
+  const auto dw1 = sums_of(args.dw1, args.dw1_sum, feature * E, E, n, E);
+  const auto dgate = sums_of(args.dgate, args.dgate_sum, feature * E, E, n, E);
+  const auto dw2 = sums_of(args.dw2, args.dw2_sum, feature, F, Eo, n);
 
   pack_panels(static_cast<const T*>(args.w2) + feature, F, Eo, n, w2, Eo * kFfnPanel);
   for (int64_t p = 0; p < panels; ++p) {
@@ -190,15 +216,26 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
 
     const int64_t k = round_up(m, kPair<O>);
     const O* x_panels = static_cast<const O*>(args.x_panels) + s * kFfnPanel;
-    const auto weights = [&](const O* d, O* d_t, void* sum) {
-      turn_left(d, args.dp_ld, m, n, d_t, t_ld);
-      if (!sum) return;
-      for (int64_t e = 0; e < E; e += kFfnPanel)
-        product(n, std::min(kFfnPanel, E - e), k, d_t, t_ld, x_panels + e * args.block, kFfnPanel,
-                static_cast<C*>(sum) + feature * E + e, E, accumulate, kLongestGradientSum);
+    // Adds left (height, k) right (k, width) to rows from `top` of panel p.
+    const auto add = [&](const Sums<T>& to, int64_t p, int64_t top, int64_t height, int64_t width,
+                         const O* left, int64_t ld, const O* right) {
+      C* sums = to.first + p * to.step + (to.step ? top * to.ld : 0);
+      product(height, width, k, left, ld, right, kFfnPanel, sums, to.ld, accumulate,
+              kLongestGradientSum);
+      if (!to.result || s + strip < rows) return;
+      T* result = to.result + top * to.result_ld + p * kFfnPanel;
+      for (int64_t i = 0; i < height; ++i)
+        narrow(sums + i * to.ld, width, result + i * to.result_ld);
     };
-    if (args.dw1 || args.db1) weights(dp, dp_t, args.dw1_sum);
-    if (args.dgate) weights(dg, dg_t, args.dgate_sum);
+    const auto weights = [&](const O* d, O* d_t, const Sums<T>& to) {
+      turn_left(d, args.dp_ld, m, n, d_t, t_ld);
+      if (!to.first) return;
+      for (int64_t p = 0; p * kFfnPanel < E; ++p)
+        add(to, p, 0, n, std::min(kFfnPanel, E - p * kFfnPanel), d_t, t_ld,
+            x_panels + p * kFfnPanel * args.block);
+    };
+    if (args.dw1 || args.db1) weights(dp, dp_t, dw1);
+    if (args.dgate) weights(dg, dg_t, dgate);
     if (args.db1)
       for (int64_t j = 0; j < n; ++j) {
         const double sum = sum_row<C>(dp_t + j * t_ld, m, dh);
@@ -211,10 +248,8 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
       const O* right =
           as_right(values, k, kFfnPanel, reinterpret_cast<O*>(dh + p * strip * kFfnPanel));
       for (int64_t i = 0; i < Eo; i += kFfnRowStep)
-        product(std::min(kFfnRowStep, Eo - i), std::min(kFfnPanel, n - p * kFfnPanel), k,
-                static_cast<const O*>(args.dy_t) + i * args.dy_t_ld + s, args.dy_t_ld, right,
-                kFfnPanel, static_cast<C*>(args.dw2_sum) + i * F + feature + p * kFfnPanel, F,
-                accumulate, kLongestGradientSum);
+        add(dw2, p, i, std::min(kFfnRowStep, Eo - i), std::min(kFfnPanel, n - p * kFfnPanel),
+            static_cast<const O*>(args.dy_t) + i * args.dy_t_ld + s, args.dy_t_ld, right);
     }
   }
 }

@@ -64,8 +64,12 @@ def test_meaning(backend, dtype, activation):
     torch.testing.assert_close(y.double(), expected, rtol=4 * eps, atol=16 * eps)
 
 
-# rows, width, hidden, out: one of each, primes, one less and one more than a tile and than a panel, several blocks
-SIZES = [(1, 1, 1, 1), (31, 17, 129, 13), (129, 48, 63, 65), (65, 127, 257, 31), (1100, 24, 40, 24)]
+# rows, width, hidden, out: one of each, primes, one less and one more than a tile and than a panel, several strips of
+# rows and several blocks of them
+SIZES = [
+    (1, 1, 1, 1), (31, 17, 129, 13), (129, 48, 63, 65), (65, 127, 257, 31), (513, 33, 70, 40), (700, 40, 130, 70),
+    (1100, 24, 40, 24),
+]  # fmt: skip
 CONTRACT = [
     (SIZES[i % len(SIZES)], dtype, activation, gated, p, recompute)
     for i, (dtype, activation, (gated, p, recompute)) in enumerate(

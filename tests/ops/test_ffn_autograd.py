@@ -90,8 +90,12 @@ def test_recomputed_is_saved_bit_for_bit(dtype, gated):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_gradients_do_not_depend_on_threads(gated):
-    given = leaves(700, 40, 300, 24, dtype=torch.float32, gated=gated)
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(700, torch.float32), (1500, torch.float32), (1500, torch.bfloat16)], ids=str
+)
+def test_gradients_do_not_depend_on_threads(rows, dtype, gated):
+    """Rows of two strips, and of three, which are one block or two."""
+    given = leaves(rows, 40, 300, 24, dtype=dtype, gated=gated)
     found = []
     for threads in (1, 2, 3, 7):
         with on_threads(threads):
