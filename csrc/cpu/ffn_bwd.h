@@ -3,7 +3,7 @@
 // Rows are taken in blocks of a few hundred, with working memory that is used again for every
 // block. In a block, one task of `prepare` = 64 rows of x and dy, widened and laid out for the
 // products; one task of `hidden` = 64 or 128 hidden features, for which it computes h, dp and dg in
-// L2 and adds to dw1, db1, dw2 and dgate; one task of `input` = a range of rows of dx. Every
+// L2 and adds to dw1, db1, dw2 and dgate; one task of `input` = rows and columns of dx. Every
 // element has one owner that adds in one order: the result does not depend on the number of
 // threads.
 #pragma once
