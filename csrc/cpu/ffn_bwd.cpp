@@ -39,9 +39,8 @@ struct Memory {
       : options(x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)),
         wide(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16) {
     const int64_t E = args.E, F = args.F, Eo = args.Eo, block = args.block;
-    // 16: not a power of two, which would thrash L1
-    args.dp_ld = std::min(kFfnSumStep, round_up(F, kPanel)) + 16;
-    args.dy_t_ld = block + 16;
+    args.dp_ld = ffn_bwd_ld(std::min(kFfnSumStep, F));
+    args.dy_t_ld = block + 16;  // not a power of two, either
     args.x_panels = room(x_panels, args.dw1 || args.dgate, round_up(E, kPanel) * block);
     args.dy_t = room(dy_t, args.dw2, Eo * args.dy_t_ld);
     const int64_t slices = ceil_div(F, kFfnSumStep);
@@ -133,11 +132,10 @@ void run_few_rows(FfnBwd& args, DType dtype, const at::Tensor& x, const at::Tens
   args.dy_rows = dy_rows.const_data_ptr();
   args.x_rows_ld = x_rows.stride(0);
   args.dy_rows_ld = dy_rows.stride(0);
-  args.dp_ld = ffn_bwd_few_rows_ld(args.F);
-  const int64_t threads = at::get_num_threads(), panels = ceil_div(args.E, kPanel);
+  args.dp_ld = ffn_bwd_ld(args.F);
+  const int64_t threads = at::get_num_threads();
   const int64_t chunk =
       std::clamp<int64_t>(round_up(ceil_div(args.F, threads), kPanel), kPanel, 512);
-  const int64_t across = std::clamp<int64_t>(panels, 1, threads);
   const int64_t room = ffn_bwd_few_rows_scratch(args, chunk, args.E), held = args.M * args.dp_ld;
   const Workspace workspace(x, (args.gated ? 2 : 1) * held, threads * room);
   args.dp = workspace.first(0);
@@ -149,9 +147,7 @@ void run_few_rows(FfnBwd& args, DType dtype, const at::Tensor& x, const at::Tens
     (args, dtype, begin, std::min(args.F, begin + chunk), workspace.second(worker * room));
   });
   if (!args.dx) return;
-  for_tasks(across, across, [&](int64_t task, int64_t worker) {
-    const int64_t first = panels * task / across * kPanel;
-    const int64_t last = std::min(args.E, panels * (task + 1) / across * kPanel);
+  for_strips(args.E, threads, [&](int64_t first, int64_t last, int64_t worker) {
     TFM_KERNEL(ffn_bwd_few_rows_input)
     (args, dtype, first, last, workspace.second(worker * room));
   });
@@ -196,6 +192,7 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
       again ? ffn_preact_cpu(x, w1, b1, w2, gate, activation) : preact.contiguous();
   const OptionalTensor b1c = contiguous(b1), gatec = contiguous(gate);
 
+  const DType dtype = dtype_of(x.scalar_type());
   FfnBwd args{};
   args.dy = dy_rows.const_data_ptr();
   args.x = x_rows.const_data_ptr();
@@ -216,11 +213,10 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   args.F = F;
   args.Eo = Eo;
   args.gated = gate.has_value();
-  args.bf16_tiles = takes_bf16_tiles(dtype_of(x.scalar_type()), {E, F, Eo});
+  args.bf16_tiles = takes_bf16_tiles(dtype, {E, F, Eo});
   args.activation = static_cast<Activation>(activation);
   args.dropout = check_dropout(dropout_p, seed, kOp);
   args.dropout_rows = check_rows(dropout_rows, M, kOp);
-  const DType dtype = dtype_of(x.scalar_type());
   if (M <= ffn_bwd_few_rows(args.bf16_tiles)) {
     run_few_rows(args, dtype, x_rows, dy_rows);
     return {dx, dw1, db1, dw2, db2, dgate};

@@ -42,10 +42,16 @@ struct FfnBwd {
   void *dw1_sum, *dw2_sum, *dgate_sum;
   double* db1_sum;  // (F)
   int64_t x_rows_ld, dy_rows_ld, dy_t_ld, dp_ld;
+
+  bool needs_dh() const { return dx || dw1 || dgate || db1; }
 };
 
 constexpr int64_t kFfnRowStep = 128;  // rows of a left operand that stay in L2 while panels pass
 constexpr int64_t kFfnSumStep = 512;  // hidden features summed at a time in `input`
+
+// The leading dimension of so many features or columns in working memory: whole panels and a bit,
+// because rows a power of two apart would thrash L1.
+inline int64_t ffn_bwd_ld(int64_t n) { return round_up(n, kPanel) + 16; }
 
 // Elements of working memory that one task of `hidden` or `input` needs.
 inline int64_t ffn_bwd_scratch(const FfnBwd& args) {
@@ -84,14 +90,9 @@ TFM_DECLARE_KERNEL(void ffn_bwd_few_rows_hidden(const FfnBwd& args, DType dtype,
 TFM_DECLARE_KERNEL(void ffn_bwd_few_rows_input(const FfnBwd& args, DType dtype, int64_t first,
                                                int64_t last, void* scratch))
 
-// The leading dimension of so many features or columns in working memory: whole panels and a bit,
-// because rows a power of two apart would thrash L1.
-inline int64_t ffn_bwd_few_rows_ld(int64_t n) { return round_up(n, kPanel) + 16; }
-
 // Elements of working memory that a task of so many features or columns needs.
 inline int64_t ffn_bwd_few_rows_scratch(const FfnBwd& args, int64_t features, int64_t columns) {
-  return args.M * std::max((args.gated ? 3 : 2) * ffn_bwd_few_rows_ld(features),
-                           ffn_bwd_few_rows_ld(columns));
+  return args.M * std::max((args.gated ? 3 : 2) * ffn_bwd_ld(features), ffn_bwd_ld(columns));
 }
 
 }  // namespace tfm_kernels

@@ -91,7 +91,7 @@ void outer_product(int64_t rows, int64_t m, int64_t n, const C* left, int64_t le
 template <typename T, typename C = compute_t<T>>
 void hidden_features(const FfnBwd& args, int64_t begin, int64_t end, C* scratch) {
   const int64_t rows = args.M, E = args.E, F = args.F, Eo = args.Eo, n = end - begin;
-  const int64_t ld = ffn_bwd_few_rows_ld(n);
+  const int64_t ld = ffn_bwd_ld(n);
   C *dh = scratch, *h = dh + rows * ld, *linear = args.gated ? h + rows * ld : nullptr;
   const C *x = static_cast<const C*>(args.x_rows), *dy = static_cast<const C*>(args.dy_rows);
   C* dp = static_cast<C*>(args.dp) + begin;
@@ -99,13 +99,9 @@ void hidden_features(const FfnBwd& args, int64_t begin, int64_t end, C* scratch)
   const auto at = [&](void* gradient, int64_t element) {
     return static_cast<T*>(gradient) + element;
   };
-  const auto take = [](const T* preact, int64_t width, C* panel) {
-    widen(preact, width, panel);
-    std::fill(panel + width, panel + kFfnPanel, C(0));
-  };
 
   std::fill_n(dh, rows * ld, C(0));
-  if (args.dx || args.dw1 || args.dgate || args.db1)
+  if (args.needs_dh())
     add_product(rows, n, Eo, dy, args.dy_rows_ld, static_cast<const T*>(args.w2) + begin, F, dh,
                 ld);
   alignas(64) C factors[kFfnPanel];
@@ -121,8 +117,8 @@ void hidden_features(const FfnBwd& args, int64_t begin, int64_t end, C* scratch)
         if (args.dropout.active())
           dropout_factors(args.dropout.seed, number, begin + j, kFfnPanel, args.dropout.bound,
                           static_cast<C>(args.dropout.scale), factors);
-        take(stored + j, width, h + in_row);
-        if (linear) take(stored + F + j, width, linear + in_row);
+        load_preact<T>(stored + j, nullptr, width, h + in_row);
+        if (linear) load_preact<T>(stored + F + j, nullptr, width, linear + in_row);
         step(factors, dh + in_row, h + in_row, linear ? linear + in_row : nullptr,
              dp + r * args.dp_ld + j, dg ? dg + r * args.dp_ld + j : nullptr);
       }
@@ -145,7 +141,7 @@ void hidden_features(const FfnBwd& args, int64_t begin, int64_t end, C* scratch)
 template <typename T, typename C = compute_t<T>>
 void input_columns(const FfnBwd& args, int64_t first, int64_t last, C* sum) {
   const int64_t rows = args.M, E = args.E, columns = last - first;
-  const int64_t ld = ffn_bwd_few_rows_ld(columns);
+  const int64_t ld = ffn_bwd_ld(columns);
   std::fill_n(sum, rows * ld, C(0));
   const auto add = [&](const void* weight, const void* d) {
     add_product(rows, columns, args.F, static_cast<const C*>(d), args.dp_ld,

@@ -10,6 +10,22 @@ namespace {
 // Columns of a panel here: where vectors hold 8 numbers, 32 (see panel_rows()).
 constexpr int64_t kFfnPanel = Vec::size() < 16 ? kPanel / 2 : kPanel;
 
+// What a row of a panel holds of preact, or of the gate's product: stored, or just computed;
+// rounded either way.
+template <typename T, typename C>
+void load_preact(const T* stored, const T* bias, int64_t n, C* values) {
+  if (!stored) {
+    if (bias)
+      for (int64_t j = 0; j < n; ++j) values[j] += static_cast<C>(bias[j]);
+    if constexpr (std::is_same_v<T, C>) return;
+    T rounded[kFfnPanel];
+    narrow(values, n, rounded);
+    return widen(rounded, n, values);
+  }
+  widen(stored, n, values);
+  for (int64_t j = n; j < kFfnPanel; ++j) values[j] = C(0);
+}
+
 // FFN.3 and FFN.6 on kFfnPanel features of a row: from dh, p and g to h (in the place of p), dp and
 // dg; g and dg are null without a gate. (Asked for in the loop, a missing dg becomes a masked
 // store, which costs AMD's processors more than all the rest.)

@@ -77,22 +77,6 @@ void times_panels(const FfnBwd& args, int64_t rows, int64_t k, const O* left, in
               kFfnPanel, false, longest);
 }
 
-// What a row of a panel holds of preact, or of the gate's product: stored, or just computed;
-// rounded either way.
-template <typename T, typename C>
-void load_preact(const T* stored, const T* bias, int64_t n, C* values) {
-  if (!stored) {
-    if (bias)
-      for (int64_t j = 0; j < n; ++j) values[j] += static_cast<C>(bias[j]);
-    if constexpr (std::is_same_v<T, C>) return;
-    T rounded[kFfnPanel];
-    narrow(values, n, rounded);
-    return widen(rounded, n, values);
-  }
-  widen(stored, n, values);
-  for (int64_t j = n; j < kFfnPanel; ++j) values[j] = C(0);
-}
-
 // The sum of a row of n numbers.
 template <typename C, typename O>
 double sum_row(const O* row, int64_t n, C* room) {
@@ -122,7 +106,7 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
   const auto carve_operand = [&](int64_t elements) {
     return reinterpret_cast<O*>(carve(elements));
   };
-  const bool again = !args.preact, needs_dh = args.dx || args.dw1 || args.dgate || args.db1;
+  const bool again = !args.preact;
   O *w2 = carve_operand(args.chunk * Eo), *w1 = again ? carve_operand(args.chunk * E) : nullptr;
   O* gate = again && args.gated ? carve_operand(args.chunk * E) : nullptr;
   C *dh = carve(args.chunk * strip), *h = carve(args.chunk * strip);
@@ -161,7 +145,7 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
   for (int64_t s = 0; s < rows; s += strip) {
     const int64_t m = std::min(strip, rows - s);
     const bool accumulate = row + s > 0;
-    if (needs_dh)
+    if (args.needs_dh())
       times_panels(args, m, Eo, dy + s * args.dy_rows_ld, args.dy_rows_ld, w2, panels, dh,
                    kLongestGradientSum);
     if (w1)
