@@ -10,6 +10,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= $(if $(filter Linux,$(shell uname)),triton==3.6.0)
 VENV ?= .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install -q --no-compile  # Python compiles what it imports; all of torch took half of the time
 SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.cpp' 'tests/simt/*.cu' 'tests/simt/*.h')
 SANITIZED := build/sanitized
 
@@ -17,13 +18,13 @@ SANITIZED := build/sanitized
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -U pip "setuptools>=70.1"
-	$(BIN)/pip install -q $(TORCH) ninja pybind11
+	$(INSTALL) -U pip "setuptools>=70.1"
+	$(INSTALL) $(TORCH) ninja pybind11
 	touch $@
 
 # -e: what is tested is the checkout; ninja compiles again only what changed
 build: $(VENV)/deps
-	$(BIN)/pip install -q --no-build-isolation -e '.[dev,demo,train,plot]'
+	$(INSTALL) --no-build-isolation -e '.[dev,demo,train,plot]'
 
 lint: build
 	$(BIN)/ruff check .
@@ -33,7 +34,7 @@ lint: build
 
 triton: build
 	$(BIN)/python -c "import importlib.util as u; raise SystemExit(u.find_spec('triton') is None)" \
-	  || test -z "$(TRITON)" || $(BIN)/pip install -q $(TRITON)
+	  || test -z "$(TRITON)" || $(INSTALL) $(TRITON)
 
 # Triton's kernels run interpreted in a process of their own; its exit code 5 says that triton is not installed
 test: lint triton
@@ -59,7 +60,7 @@ sanitize: $(VENV)/deps
 # it runs on the CPU: where there is no GPU it does not wait for nvcc
 demo: $(VENV)/deps
 	$(if $(wildcard /dev/nvidia0 tfm_kernels/_cuda*.so),,TFM_KERNELS_CUDA_ARCHS=) \
-	  $(BIN)/pip install -q --no-build-isolation -e '.[demo,plot]'
+	  $(INSTALL) --no-build-isolation -e '.[demo,plot]'
 	$(BIN)/python -m tfm_kernels.demo
 
 bench: build

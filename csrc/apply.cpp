@@ -165,10 +165,11 @@ bool push(PyObject* part, const c10::Type& type, Stack& stack) {
     case c10::TypeKind::OptionalType:
       if (part == Py_None) return stack.emplace_back(), true;
       return push(part, *type.castRaw<c10::OptionalType>()->getElementType(), stack);
-    case c10::TypeKind::TensorType:
-      if (!THPVariable_CheckExact(part)) return false;
-      stack.emplace_back(THPVariable_Unpack(part));
-      return true;
+    case c10::TypeKind::TensorType: {
+      const at::Tensor* tensor = exact_tensor(part);
+      if (tensor != nullptr) stack.emplace_back(*tensor);
+      return tensor != nullptr;
+    }
     case c10::TypeKind::BoolType:
       if (!PyBool_Check(part)) return false;
       stack.emplace_back(part == Py_True);
@@ -217,6 +218,10 @@ int64_t add_plan(Plan plan) {
   c10::OperatorHandle forward = find(plan.forward);
   known().push_back({std::move(plan), std::move(forward), std::move(backward)});
   return static_cast<int64_t>(known().size()) - 1;
+}
+
+const at::Tensor* exact_tensor(PyObject* part) {
+  return THPVariable_CheckExact(part) ? &THPVariable_Unpack(part) : nullptr;
 }
 
 PyObject* apply(PyObject* /*module*/, PyObject* const* parts, Py_ssize_t count) {

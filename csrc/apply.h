@@ -8,6 +8,10 @@
 #include <string>
 #include <vector>
 
+namespace at {
+class Tensor;
+}  // namespace at
+
 namespace tfm_kernels {
 
 // What _library.Rule read off the schemas of an op's forward and backward operators; see there.
@@ -27,5 +31,9 @@ int64_t add_plan(Plan plan);
 // graph where a gradient is needed. NotImplemented for what is not plain: a subclass of Tensor, an
 // argument of an unexpected type, an active mode; torch.library's own way takes those.
 PyObject* apply(PyObject* module, PyObject* const* parts, Py_ssize_t count);
+
+// The tensor that a Python object is; null for anything else, a subclass of Tensor among it. Here
+// because the header that knows costs ten seconds of compile time.
+const at::Tensor* exact_tensor(PyObject* part);
 
 }  // namespace tfm_kernels

@@ -2,10 +2,14 @@
 // can be looked up. In C++ because the same in Python costs as much as a small norm.
 #include "signature.h"
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
-#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+
+#include "apply.h"
 
 namespace tfm_kernels {
 namespace {
@@ -29,8 +33,8 @@ bool add_tensor(const at::Tensor& t, bool grad_mode, Words& words) {
 bool add(PyObject* part, bool grad_mode, Words& words) {
   if (part == Py_None) {
     words.push_back('n');
-  } else if (THPVariable_CheckExact(part)) {
-    return add_tensor(THPVariable_Unpack(part), grad_mode, words);
+  } else if (const at::Tensor* tensor = exact_tensor(part)) {
+    return add_tensor(*tensor, grad_mode, words);
   } else if (PyBool_Check(part)) {
     words.push_back('b' | static_cast<int64_t>(part == Py_True) << 8);
   } else if (PyLong_CheckExact(part)) {
