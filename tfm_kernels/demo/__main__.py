@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="example:\n  python -m tfm_kernels.demo --seconds 5",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=20.0, help="to time each of four comparisons, default 20")
+    parser.add_argument("--seconds", type=float, default=15.0, help="to time each of four comparisons, default 15")
     parser.add_argument(
         "--out", type=Path, default=Path("demo_report"), help="folder of the report, the proofs in full and the chart"
     )

@@ -35,7 +35,7 @@ def race(
     seconds: float,
     tick: Callable[[float], None],
 ) -> Timing:
-    """Times both in turns until ``seconds`` are spent, at least three rounds and at most thirty, after one warm-up.
+    """Times both in turns until ``seconds`` are spent, at least three rounds and at most nine, after one warm-up.
 
     Args:
         label: of the result.
@@ -44,7 +44,7 @@ def race(
         seconds: how long to go on.
         tick: told how much of the work is done, from 0 to 1, after each round.
     """
-    rounds = interleaved.race({"stock": stock, "patched": patched}, seconds, 30, tick)
+    rounds = interleaved.race({"stock": stock, "patched": patched}, seconds, 9, tick)
     ratios = [taken["stock"] / taken["patched"] for taken in rounds]
     medians = {name: statistics.median(taken[name] for taken in rounds) for name in ("stock", "patched")}
     return Timing(label, medians["stock"], medians["patched"], statistics.median(ratios), len(rounds))
