@@ -1,7 +1,7 @@
 // layer_norm_bwd, CPU. Implements LN.4 to LN.6 of tfm_kernels/ops/layer_norm.py.
-// Owns:    one call of the kernel = a block of rows and one row each of partial dweight and dbias;
-// blocks depend on M
-//          alone, never on the number of threads, so the sums are repeatable on every machine.
+// Owns:    one call of the kernel = a block of rows and one row each of partial dweight and dbias,
+//          which the join adds up; blocks depend on M and N alone, never on the number of threads,
+//          so the sums are repeatable on every machine.
 // Traffic: reads dy, z (and dz), writes dx (and dresidual, which differs from dx only under
 // dropout), M*N each. Limits:  none; float64 computes in float64, everything else in float32.
 // Source:  own work.
@@ -17,15 +17,17 @@ struct LayerNormBwd {
   const void *mean, *rstd;  // (M) in the compute type; mean null for RMSNorm
   const void* weight;       // (N) in the compute type, or null
   void *dx, *dresidual;     // (M, N) contiguous; dresidual null where dx serves for both
-  void *dweight, *dbias;    // (blocks, N) partial sums in the compute type, zeroed; or null
-  int64_t rows, n, block;
+  void *dweight, *dbias;    // (N) in the compute type, or null
+  void* sums;               // (blocks - 1, 2, N), what the blocks behind the first add up for them
+  int64_t rows, n, block, blocks;
   bool unbiased;
   Dropout dropout;
   const int64_t* dropout_rows;
 };
 
 TFM_DECLARE_KERNEL(void layer_norm_bwd(const LayerNormBwd& args, DType dtype, int64_t block,
-                                       void* scratch))
+                                       void* scratch);
+                   void layer_norm_bwd_join(const LayerNormBwd& args, DType dtype))
 
 inline namespace CPU_CAPABILITY {
 namespace {
@@ -41,8 +43,14 @@ void rows(const LayerNormBwd& args, int64_t block, compute_t<T>* scratch) {
   const int64_t begin = block * args.block, end = std::min(begin + args.block, args.rows);
   C *g = scratch, *xhat = scratch + n, *factors = scratch + 2 * n;
   const C* weight = static_cast<const C*>(args.weight);
-  C* dweight = args.dweight ? static_cast<C*>(args.dweight) + block * n : nullptr;
-  C* dbias = args.dbias ? static_cast<C*>(args.dbias) + block * n : nullptr;
+  C *dweight = static_cast<C*>(args.dweight), *dbias = static_cast<C*>(args.dbias);
+  if (block > 0) {
+    C* part = static_cast<C*>(args.sums) + 2 * n * (block - 1);
+    dweight = dweight ? part : nullptr;
+    dbias = dbias ? part + n : nullptr;
+  }
+  if (dweight) std::fill(dweight, dweight + n, C(0));
+  if (dbias) std::fill(dbias, dbias + n, C(0));
   for (int64_t m = begin; m < end; ++m) {
     const T* dy = static_cast<const T*>(args.dy) + m * args.dy_stride_m;
     const T* z = static_cast<const T*>(args.z) + m * args.z_stride_m;
@@ -83,6 +91,22 @@ void rows(const LayerNormBwd& args, int64_t block, compute_t<T>* scratch) {
   }
 }
 
+// Adds what the other blocks have summed to the first one's sums, which are the result.
+template <typename C>
+void join(const LayerNormBwd& args) {
+  const int64_t n = args.n;
+  const C* part = static_cast<const C*>(args.sums);
+  for (int64_t block = 1; block < args.blocks; ++block)
+    for (void* sums : {args.dweight, args.dbias}) {
+      C* all = static_cast<C*>(sums);
+      if (all)
+        for_lanes<C>(n, [&]<typename V>(int64_t i) {
+          store(all + i, load<V>(all + i) + load<V>(part + i));
+        });
+      part += n;
+    }
+}
+
 }  // namespace
 
 void layer_norm_bwd(const LayerNormBwd& args, DType dtype, int64_t block, void* scratch) {
@@ -90,6 +114,10 @@ void layer_norm_bwd(const LayerNormBwd& args, DType dtype, int64_t block, void* 
     using T = decltype(zero);
     rows<T>(args, block, static_cast<compute_t<T>*>(scratch));
   });
+}
+
+void layer_norm_bwd_join(const LayerNormBwd& args, DType dtype) {
+  dtype == DType::f64 ? join<double>(args) : join<float>(args);
 }
 
 }  // namespace CPU_CAPABILITY
@@ -135,13 +163,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   const bool split = args.dropout.active();
   at::Tensor dx = new_output(z.sizes(), options);
   at::Tensor dresidual = split ? new_output(z.sizes(), options) : at::empty({0}, options);
-  const int64_t blocks = std::clamp<int64_t>(rows * n / 32768, 1, 16);
-  // a row of sums for each block; the one row of a small call is the result itself
-  const auto sums = [&](bool need) {
-    const int64_t width = need ? n : 0;
-    return blocks == 1 ? at::zeros({width}, statistics) : at::zeros({blocks, width}, statistics);
-  };
-  at::Tensor dweight = sums(need_dweight), dbias = sums(need_dbias);
+  // of 16384 elements: 64 x 512 took 10.2 us in one block, 8.3 in two, 8.7 in four (Zen 4)
+  const int64_t blocks = std::clamp<int64_t>(std::min(rows, rows * n / 16384), 1, 16);
+  at::Tensor dweight = at::empty({need_dweight ? n : 0}, statistics);
+  at::Tensor dbias = at::empty({need_dbias ? n : 0}, statistics);
+  const at::Tensor sums = at::empty({blocks - 1, 2, n}, statistics);
 
   args.dy = dy2.data;
   args.dz = dz2.data;
@@ -156,8 +182,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   args.dresidual = split ? dresidual.mutable_data_ptr() : nullptr;
   args.dweight = need_dweight ? dweight.mutable_data_ptr() : nullptr;
   args.dbias = need_dbias ? dbias.mutable_data_ptr() : nullptr;
+  args.sums = sums.mutable_data_ptr();
   args.rows = rows;
   args.n = n;
+  args.blocks = blocks;
   args.block = (rows + blocks - 1) / blocks;
   args.unbiased = unbiased;
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
@@ -165,8 +193,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
     for (int64_t block = begin; block < end; ++block)
       TFM_KERNEL(layer_norm_bwd)(args, dtype_of(dtype), block, scratch.data);
   });
-  return {dx, dresidual, blocks == 1 ? dweight : dweight.sum(0),
-          blocks == 1 ? dbias : dbias.sum(0)};
+  TFM_KERNEL(layer_norm_bwd_join)(args, dtype_of(dtype));
+  return {dx, dresidual, dweight, dbias};
 }
 
 TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("layer_norm_bwd_cpu", &layer_norm_bwd_cpu); }
