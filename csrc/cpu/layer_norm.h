@@ -54,7 +54,8 @@ inline at::Tensor as_vector(const std::optional<at::Tensor>& t, at::ScalarType d
   return t ? t->to(dtype).contiguous() : at::Tensor();
 }
 
-// Rows a thread should take at least: threads cost a few microseconds, 32768 elements about that.
-inline int64_t row_grain(int64_t n) { return std::max<int64_t>(1, 32768 / n); }
+// Elements that a thread should take at least: threads cost a few microseconds, these about that.
+// 64 x 512 took 8.9 us in one part and 7.1 in two, its backward 10.2 and 8.3 (Zen 4).
+constexpr int64_t kGrain = 16384;
 
 }  // namespace tfm_kernels
