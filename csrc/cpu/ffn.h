@@ -1,7 +1,5 @@
 // What the host halves of the ffn kernels share: the shapes of a call, checked.
 #pragma once
-#include <ATen/ops/zeros.h>
-
 #include "activation.h"
 #include "rows.h"
 
