@@ -137,20 +137,38 @@ def test_traced_for_a_gpu_that_is_not_there(backend):
         out = torch.compile(_step(backend), fullgraph=True, backend="eager")(x, residual, weight)
         assert out.device.type == "cuda" and out.shape == x.shape and out.dtype == torch.bfloat16
         row = torch.empty(4, device="cuda")
-        dx, _, dweight, dbias = BWD[backend](x, None, x, row, row, weight, False, False, 0.0, None, None, True, False)
+        options = (False, False, 0.0, None, None, True, False)
+        dx, _, dweight, dbias = BWD[backend](x, None, x, row, row, weight, None, *options)
         assert dx.device.type == dweight.device.type == "cuda" and (dx.shape, dweight.shape) == (x.shape, weight.shape)
-        assert dweight.dtype == torch.float32 and dbias.shape == (0,)
+        assert dweight.dtype == weight.dtype and dbias.shape == (0,)
 
 
 def test_backward_of_another_backend(backend):
     """What the forward saves means the same to every backend."""
     x, dy, weight = randn(40, 100), randn(40, 100, seed=1), randn(100, seed=2)
     saved = {name: FWD[name](x, None, weight, None, 1e-5, False, False, 0.0, None, None) for name in ("cpu", backend)}
-    options = (weight, False, False, 0.0, None, None, True, True)
+    options = (weight, weight, False, False, 0.0, None, None, True, True)
     expected = BWD["cpu"](dy, None, x, *saved["cpu"][2:], *options)
     for forward, backward in (("cpu", backend), (backend, "cpu"), (backend, backend)):
         found = BWD[backward](dy, None, x, *saved[forward][2:], *options)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 300])
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sums_are_rounded_once_to_the_parameters_type(backend, weight_dtype, bias_dtype, rows):
+    """dweight and dbias come as the parameters are, and are the float32 ones rounded."""
+    x, dy, row = randn(rows, 100).bfloat16(), randn(rows, 100, seed=1).bfloat16(), torch.ones(rows)
+    weight = randn(100, seed=2).bfloat16()
+
+    def sums(*parameters):
+        return BWD[backend](dy, None, x, row, row, *parameters, False, False, 0.0, None, None, True, True)[2:]
+
+    exact = sums(weight.float(), weight.float())
+    found = sums(weight.to(weight_dtype), weight.to(bias_dtype))
+    for all32, some, dtype in zip(exact, found, (weight_dtype, bias_dtype), strict=True):
+        assert all32.dtype == torch.float32 and some.dtype == dtype and torch.equal(some, all32.to(dtype))
 
 
 X = torch.randn(4, 8)
@@ -163,7 +181,7 @@ def forward(x=X, residual=None, weight=None, p=0.0, seed=None, rows=None):
 
 
 def _backward(dy=X, mean=ROW, rstd=ROW):
-    return lambda backend: BWD[backend](dy, None, X, mean, rstd, None, False, False, 0.0, None, None, True, True)
+    return lambda backend: BWD[backend](dy, None, X, mean, rstd, None, None, False, False, 0.0, None, None, True, True)
 
 
 # what csrc/cuda says of a call of the operators themselves that would read outside -> that call on a backend

@@ -124,9 +124,11 @@ def test_the_choice_depends_on_size_and_on_training(dtype, nearest, monkeypatch)
     chosen = lambda op, *args, **kwargs: tfk.explain(op, *args, **kwargs).splitlines()[-1].split()[1]  # noqa: E731
     for op in ("layer_norm", "add_layer_norm"):
         residual = lambda x, op=op: (x,) if op.startswith("add") else ()  # noqa: E731
-        wins_at_once = dtype == torch.float32 and (op == "add_layer_norm" or nearest == _library.ZEN4)
+        wins_at_once = nearest == _library.ZEN4 or (op == "add_layer_norm" and dtype == torch.float32)
         assert chosen(op, small, *residual(small)) == ("cpu" if wins_at_once else "aten")
         assert chosen(op, large, *residual(large)) == "cpu"
+    trained = small.clone().requires_grad_(), large.clone().requires_grad_()
+    assert [chosen("layer_norm", x) for x in trained] == ["aten", "cpu"]
     assert chosen("add_layer_norm", small, small, dropout_p=0.1) == "cpu"
     assert chosen("rms_norm", small) == "cpu" and chosen("layer_norm", small, unbiased=True) == "cpu"
 

@@ -1,4 +1,4 @@
-// Row views of tensors for the layer_norm kernels' host halves.
+// Row views of tensors and of parameters for the layer_norm kernels' host halves.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -6,7 +6,8 @@
 #include <algorithm>
 #include <optional>
 
-#include "vec.h"
+#include "../check.h"
+#include "parameter.h"
 
 namespace tfm_kernels {
 
@@ -37,7 +38,7 @@ struct Rows {
 
 // Working memory of one thread: on the stack for the usual row lengths.
 struct Scratch {
-  alignas(64) char stack[32768];
+  alignas(64) char stack[65536];
   at::Tensor heap;
   void* data;
 
@@ -49,9 +50,19 @@ struct Scratch {
   }
 };
 
-inline at::Tensor as_vector(const std::optional<at::Tensor>& t, at::ScalarType dtype) {
-  return t ? t->to(dtype).contiguous() : at::Tensor();
-}
+// A weight or bias of n elements, copied only where they do not lie side by side.
+struct Vector {
+  at::Tensor owner;
+  Parameter parameter;
+
+  Vector(const std::optional<at::Tensor>& t, int64_t n, const char* op, const char* name) {
+    check_shape(t, {n}, op, name);
+    if (!t) return;
+    check_floating(*t, op, name);
+    owner = t->contiguous();
+    parameter = {owner.const_data_ptr(), dtype_of(t->scalar_type())};
+  }
+};
 
 // Elements that a thread should take at least: threads cost a few microseconds, these about that.
 // 64 x 512 took 8.9 us in one part and 7.1 in two, its backward 10.2 and 8.3 (Zen 4).

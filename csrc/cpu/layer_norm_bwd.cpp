@@ -1,13 +1,14 @@
 // layer_norm_bwd, CPU. Implements LN.4 to LN.6 of tfm_kernels/ops/layer_norm.py.
 // Owns:    one call of the kernel = a block of rows and one row each of partial dweight and dbias,
-//          which the join adds up; blocks depend on M and N alone, never on the number of threads,
-//          so the sums are repeatable on every machine.
+//          which the join adds up and rounds to the parameters' types; blocks depend on M and N
+//          alone, never on the number of threads, so the sums are repeatable on every machine.
 // Traffic: reads dy, z (and dz), writes dx (and dresidual, which differs from dx only under
-// dropout), M*N each. Limits:  none; float64 computes in float64, everything else in float32.
+//          dropout), M*N each.
+// Limits:  none; float64 computes in float64, everything else in float32.
 // Source:  own work.
 #include "isa.h"
+#include "parameter.h"
 #include "philox.h"
-#include "vec.h"
 
 namespace tfm_kernels {
 
@@ -15,10 +16,10 @@ struct LayerNormBwd {
   const void *dy, *dz, *z;  // (M, N), one dtype; dz may be null
   int64_t dy_stride_m, dz_stride_m, z_stride_m;
   const void *mean, *rstd;  // (M) in the compute type; mean null for RMSNorm
-  const void* weight;       // (N) in the compute type, or null
-  void *dx, *dresidual;     // (M, N) contiguous; dresidual null where dx serves for both
-  void *dweight, *dbias;    // (N) in the compute type, or null
-  void* sums;               // (blocks - 1, 2, N), what the blocks behind the first add up for them
+  Parameter weight;
+  void *dx, *dresidual;  // (M, N) contiguous; dresidual null where dx serves for both
+  ParameterGradient dweight, dbias;
+  void* sums;  // (blocks, 2, N) in the compute type, what each block adds up for them
   int64_t rows, n, block, blocks;
   bool unbiased;
   Dropout dropout;
@@ -42,13 +43,10 @@ void rows(const LayerNormBwd& args, int64_t block, compute_t<T>* scratch) {
   const int64_t n = args.n;
   const int64_t begin = block * args.block, end = std::min(begin + args.block, args.rows);
   C *g = scratch, *xhat = scratch + n, *factors = scratch + 2 * n;
-  const C* weight = static_cast<const C*>(args.weight);
-  C *dweight = static_cast<C*>(args.dweight), *dbias = static_cast<C*>(args.dbias);
-  if (block > 0) {
-    C* part = static_cast<C*>(args.sums) + 2 * n * (block - 1);
-    dweight = dweight ? part : nullptr;
-    dbias = dbias ? part + n : nullptr;
-  }
+  const C* weight = widened(args.weight, n, scratch + 3 * n);
+  C* sums = static_cast<C*>(args.sums) + 2 * n * block;
+  C* dweight = args.dweight.data ? sums : nullptr;
+  C* dbias = args.dbias.data ? sums + n : nullptr;
   if (dweight) std::fill(dweight, dweight + n, C(0));
   if (dbias) std::fill(dbias, dbias + n, C(0));
   for (int64_t m = begin; m < end; ++m) {
@@ -91,20 +89,31 @@ void rows(const LayerNormBwd& args, int64_t block, compute_t<T>* scratch) {
   }
 }
 
-// Adds what the other blocks have summed to the first one's sums, which are the result.
+// What all blocks have summed from `sums` on, added up and rounded once.
+template <typename C>
+void join(const LayerNormBwd& args, const C* sums, const ParameterGradient& gradient) {
+  if (!gradient.data) return;
+  for_dtype(gradient.type, [&](auto zero) {
+    using P = decltype(zero);
+    P* out = static_cast<P*>(gradient.data);
+    const auto add = [&]<typename V>(int64_t i) {
+      V all = load<V>(sums + i);
+      for (int64_t block = 1; block < args.blocks; ++block)
+        all = all + load<V>(sums + 2 * args.n * block + i);
+      store(out + i, all);
+    };
+    if constexpr (std::is_same_v<compute_t<P>, C>)
+      for_lanes<P>(args.n, add);
+    else
+      for (int64_t i = 0; i < args.n; ++i) add.template operator()<C>(i);
+  });
+}
+
 template <typename C>
 void join(const LayerNormBwd& args) {
-  const int64_t n = args.n;
-  const C* part = static_cast<const C*>(args.sums);
-  for (int64_t block = 1; block < args.blocks; ++block)
-    for (void* sums : {args.dweight, args.dbias}) {
-      C* all = static_cast<C*>(sums);
-      if (all)
-        for_lanes<C>(n, [&]<typename V>(int64_t i) {
-          store(all + i, load<V>(all + i) + load<V>(part + i));
-        });
-      part += n;
-    }
+  const C* sums = static_cast<const C*>(args.sums);
+  join(args, sums, args.dweight);
+  join(args, sums + args.n, args.dbias);
 }
 
 }  // namespace
@@ -129,7 +138,6 @@ void layer_norm_bwd_join(const LayerNormBwd& args, DType dtype) {
 
 #include <tuple>
 
-#include "../check.h"
 #include "layer_norm.h"
 #include "output.h"
 
@@ -138,23 +146,23 @@ namespace {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
     const at::Tensor& dy, const OptionalTensor& dz, const at::Tensor& z, const at::Tensor& mean,
-    const at::Tensor& rstd, const OptionalTensor& weight, bool rms, bool unbiased, double dropout_p,
-    const OptionalTensor& seed, const OptionalTensor& dropout_rows, bool need_dweight,
-    bool need_dbias) {
+    const at::Tensor& rstd, const OptionalTensor& weight, const OptionalTensor& bias, bool rms,
+    bool unbiased, double dropout_p, const OptionalTensor& seed, const OptionalTensor& dropout_rows,
+    bool need_weight, bool need_bias) {
   constexpr const char* kOp = "layer_norm_bwd_cpu";
   check_floating(z, kOp, "z");
   TORCH_CHECK(z.dim() >= 1 && z.size(-1) >= 1, kOp, ": z must have at least one feature");
   const int64_t n = z.size(-1), rows = z.numel() / n;
   check_shape(dy, z.sizes(), kOp, "dy");
   check_shape(dz, z.sizes(), kOp, "dz");
-  check_shape(weight, {n}, kOp, "weight");
   check_shape(mean, {rms ? 0 : rows}, kOp, "mean");
   check_shape(rstd, {rows}, kOp, "rstd");
   const auto dtype = z.scalar_type(), compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
   TORCH_CHECK(rstd.scalar_type() == compute && (rms || mean.scalar_type() == compute), kOp,
               ": mean and rstd must be ", compute);
   const Rows dy2(dy, dtype), z2(z, dtype), dz2 = dz ? Rows(*dz, dtype) : Rows();
-  const at::Tensor w = as_vector(weight, compute), mu = mean.contiguous(), rs = rstd.contiguous();
+  const Vector w(weight, n, kOp, "weight"), b(bias, n, kOp, "bias");
+  const at::Tensor mu = mean.contiguous(), rs = rstd.contiguous();
 
   LayerNormBwd args{};
   args.dropout = check_dropout(dropout_p, seed, kOp);
@@ -164,9 +172,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   at::Tensor dx = new_output(z.sizes(), options);
   at::Tensor dresidual = split ? new_output(z.sizes(), options) : at::empty({0}, options);
   const int64_t blocks = std::clamp<int64_t>(std::min(rows, rows * n / kGrain), 1, 16);
-  at::Tensor dweight = at::empty({need_dweight ? n : 0}, statistics);
-  at::Tensor dbias = at::empty({need_dbias ? n : 0}, statistics);
-  const at::Tensor sums = at::empty({blocks - 1, 2, n}, statistics);
+  const auto gradient = [&](const Vector& of, bool needed) {
+    return at::empty({needed ? n : 0}, of.owner.defined() ? of.owner.options() : statistics);
+  };
+  at::Tensor dweight = gradient(w, need_weight), dbias = gradient(b, need_bias);
+  const at::Tensor sums = at::empty({blocks, 2, n}, statistics);
 
   args.dy = dy2.data;
   args.dz = dz2.data;
@@ -176,11 +186,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   args.z_stride_m = z2.stride;
   args.mean = rms ? nullptr : mu.const_data_ptr();
   args.rstd = rs.const_data_ptr();
-  args.weight = w.defined() ? w.const_data_ptr() : nullptr;
+  args.weight = w.parameter;
   args.dx = dx.mutable_data_ptr();
   args.dresidual = split ? dresidual.mutable_data_ptr() : nullptr;
-  args.dweight = need_dweight ? dweight.mutable_data_ptr() : nullptr;
-  args.dbias = need_dbias ? dbias.mutable_data_ptr() : nullptr;
+  args.dweight = {need_weight ? dweight.mutable_data_ptr() : nullptr,
+                  dtype_of(dweight.scalar_type())};
+  args.dbias = {need_bias ? dbias.mutable_data_ptr() : nullptr, dtype_of(dbias.scalar_type())};
   args.sums = sums.mutable_data_ptr();
   args.rows = rows;
   args.n = n;
@@ -188,7 +199,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   args.block = (rows + blocks - 1) / blocks;
   args.unbiased = unbiased;
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    Scratch scratch(3 * n * rstd.element_size());
+    Scratch scratch(4 * n * rstd.element_size());
     for (int64_t block = begin; block < end; ++block)
       TFM_KERNEL(layer_norm_bwd)(args, dtype_of(dtype), block, scratch.data);
   });

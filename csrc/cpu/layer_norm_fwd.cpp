@@ -1,19 +1,20 @@
 // layer_norm_fwd, CPU. Implements LN.1 to LN.3 of tfm_kernels/ops/layer_norm.py.
 // Owns:    one call of the kernel = a range of rows; a row stays in L1 (scratch) while it is read
-// three times. Traffic: reads x (and residual), writes y (and z), M*N each; mean and rstd, M each.
-// A sum that is not kept lies in the row of y until y takes its place.
+//          three times.
+// Traffic: reads x (and residual), writes y (and z), M*N each; mean and rstd, M each. A sum that is
+//          not kept lies in the row of y until y takes its place.
 // Limits:  none; float64 computes in float64, everything else in float32.
 // Source:  own work.
 #include "isa.h"
+#include "parameter.h"
 #include "philox.h"
-#include "vec.h"
 
 namespace tfm_kernels {
 
 struct LayerNormFwd {
   const void *x, *residual;  // (M, N), one dtype; residual may be null
   int64_t x_stride_m, residual_stride_m;
-  const void *weight, *bias;  // (N) in the compute type, or null
+  Parameter weight, bias;
   void *y, *z;        // (M, N) contiguous; z null without a residual, y where it is not kept
   void *mean, *rstd;  // (M) in the compute type; mean null for RMSNorm
   int64_t n;
@@ -58,7 +59,8 @@ void rows(const LayerNormFwd& args, int64_t begin, int64_t end, compute_t<T>* sc
   using C = compute_t<T>;
   const int64_t n = args.n;
   C *row = scratch, *other = scratch + n;
-  const C *weight = static_cast<const C*>(args.weight), *bias = static_cast<const C*>(args.bias);
+  const C* weight = widened(args.weight, n, scratch + 2 * n);
+  const C* bias = widened(args.bias, n, scratch + 3 * n);
   for (int64_t m = begin; m < end; ++m) {
     const T* in = static_cast<const T*>(args.x) + m * args.x_stride_m;
     const C* x = row;  // what is normalised
@@ -120,7 +122,6 @@ void layer_norm_fwd(const LayerNormFwd& args, DType dtype, int64_t begin, int64_
 
 #include <tuple>
 
-#include "../check.h"
 #include "layer_norm.h"
 #include "output.h"
 
@@ -137,14 +138,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   if (residual) check_floating(*residual, kOp, "residual");
   check_shape(residual, x.sizes(), kOp, "residual");
   const int64_t n = x.size(-1), rows = x.numel() / n;
-  check_shape(weight, {n}, kOp, "weight");
-  check_shape(bias, {n}, kOp, "bias");
-
   const auto dtype =
       residual ? c10::promoteTypes(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
   const auto compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
   const Rows x2(x, dtype), residual2 = residual ? Rows(*residual, dtype) : Rows();
-  const at::Tensor w = as_vector(weight, compute), b = as_vector(bias, compute);
+  const Vector w(weight, n, kOp, "weight"), b(bias, n, kOp, "bias");
   const auto options = x.options().dtype(dtype), statistics = x.options().dtype(compute);
   at::Tensor y = new_output(x.sizes(), options);
   at::Tensor z = residual && keep_sum ? new_output(x.sizes(), options) : at::empty({0}, options);
@@ -160,8 +158,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
     args.dropout = check_dropout(dropout_p, seed, kOp);
     args.dropout_rows = check_rows(dropout_rows, rows, kOp);
   }
-  args.weight = w.defined() ? w.const_data_ptr() : nullptr;
-  args.bias = b.defined() ? b.const_data_ptr() : nullptr;
+  args.weight = w.parameter;
+  args.bias = b.parameter;
   args.y = y.mutable_data_ptr();
   args.mean = rms ? nullptr : mean.mutable_data_ptr();
   args.rstd = rstd.mutable_data_ptr();
@@ -169,7 +167,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   args.eps = eps;
   args.unbiased = unbiased;
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / n), [&](int64_t begin, int64_t end) {
-    Scratch scratch(2 * n * rstd.element_size());
+    Scratch scratch(4 * n * rstd.element_size());
     TFM_KERNEL(layer_norm_fwd)(args, dtype_of(dtype), begin, end, scratch.data);
   });
   return {y, z, mean, rstd};

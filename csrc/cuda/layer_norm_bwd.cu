@@ -20,9 +20,10 @@ struct LayerNormBwd {
   Rows weight;               // (N,), may be absent
   const float *mean, *rstd;  // (M,); mean null for RMSNorm
   void *dx, *dresidual;      // (M, N) contiguous of `type`; dresidual null where dx serves for both
-  float *dweight, *dbias;    // (N,), either may be null
-  float* partial;            // (blocks, sums, N), sums = how many of dweight and dbias there are
-  unsigned* arrived;         // (1 + blocks,) counters
+  void *dweight, *dbias;     // (N,), either may be null
+  DType weight_type, bias_type;
+  float* partial;     // (blocks, sums, N), sums = how many of dweight and dbias there are
+  unsigned* arrived;  // (1 + blocks,) counters
   int64_t rows;
   int n, blocks;
   DType type;  // of z
@@ -56,6 +57,15 @@ constexpr Config pick(int n) {
 
 namespace tfm_kernels {
 namespace {
+
+// Element i of a parameter's gradient, rounded once; a parameter is of the type T of z or float32.
+template <typename T>
+__device__ void store_gradient(void* gradient, DType type, int i, float value) {
+  if (type == kDType<T>)
+    static_cast<T*>(gradient)[i] = static_cast<T>(value);
+  else
+    static_cast<float*>(gradient)[i] = value;
+}
 
 // A thread's partial sums of dweight or dbias.
 template <typename T, int packs>
@@ -137,8 +147,13 @@ __global__ void __launch_bounds__(max_threads, 1) layer_norm_bwd_kernel(const La
     if (args.dweight) leave_partial(group, place(0), dweight, dweights);
     if (args.dbias) leave_partial(group, place(0), dbias, dbiases);
   }
-  add_blocks(args.partial, args.arrived, sums * args.n, args.n,
-             args.dweight ? args.dweight : args.dbias, args.dbias);
+  const int first_bias = args.dweight ? args.n : 0;
+  add_blocks(args.partial, args.arrived, sums * args.n, [&](int column, float sum) {
+    if (column < first_bias)
+      store_gradient<T>(args.dweight, args.weight_type, column, sum);
+    else
+      store_gradient<T>(args.dbias, args.bias_type, column - first_bias, sum);
+  });
 }
 
 }  // namespace
@@ -183,9 +198,9 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
     const Tensor& dy, const OptionalTensor& dz, const Tensor& z, const Tensor& mean,
-    const Tensor& rstd, const OptionalTensor& weight, bool rms, bool unbiased, double dropout_p,
-    const OptionalTensor& seed, const OptionalTensor& dropout_rows, bool need_dweight,
-    bool need_dbias) {
+    const Tensor& rstd, const OptionalTensor& weight, const OptionalTensor& bias, bool rms,
+    bool unbiased, double dropout_p, const OptionalTensor& seed, const OptionalTensor& dropout_rows,
+    bool need_weight, bool need_bias) {
   constexpr const char* kOp = "layer_norm_bwd_cuda";
   const int n = check_features(z, layer_norm::kMaxFeatures, kOp, "z");
   const int64_t rows = z.numel() / n;
@@ -193,6 +208,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
   check_like(dy, z, z.sizes(), kOp, "dy");
   check_like(dz, z, z.sizes(), kOp, "dz");
   check_like(weight, z, {n}, kOp, "weight");
+  check_like(bias, z, {n}, kOp, "bias");
   check_like(mean, z, {rms ? 0 : rows}, kOp, "mean");
   check_like(rstd, z, {rows}, kOp, "rstd");
   check_type(mean, ScalarType::Float, kOp, "mean");
@@ -200,6 +216,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
   check_beside(dy, type, kOp, "dy");
   check_beside(dz, type, kOp, "dz");
   check_beside(weight, type, kOp, "weight");
+  check_beside(bias, type, kOp, "bias");
 
   const Device device(z);
   const Matrix dy2(dy, n, kOp), dz2(dz, n, kOp), z2(z, n, kOp), w(weight, n, kOp);
@@ -208,8 +225,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
   const bool split = rule.dropout.seed != nullptr;
   Tensor dx = empty(z, z.sizes(), z.scalar_type());
   Tensor dresidual = split ? empty(z, z.sizes(), z.scalar_type()) : empty(z, {0}, z.scalar_type());
-  Tensor dweight = empty(z, {need_dweight ? n : 0}, ScalarType::Float);
-  Tensor dbias = empty(z, {need_dbias ? n : 0}, ScalarType::Float);
+  const DType weight_type = dtype_of(weight, rstd, kOp, "weight");
+  const DType bias_type = dtype_of(bias, rstd, kOp, "bias");
+  Tensor dweight = empty(z, {need_weight ? n : 0}, scalar_type(weight_type));
+  Tensor dbias = empty(z, {need_bias ? n : 0}, scalar_type(bias_type));
   if (rows == 0) {
     torch::stable::zero_(dweight);
     torch::stable::zero_(dbias);
@@ -218,7 +237,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
 
   LayerNormBwd args{};
   args.blocks = layer_norm_bwd_blocks(rows, n);
-  const int64_t sums = static_cast<int64_t>(args.blocks) * n * (need_dweight + need_dbias);
+  const int64_t sums = static_cast<int64_t>(args.blocks) * n * (need_weight + need_bias);
   Tensor work = empty(z, {sums + 1 + args.blocks}, ScalarType::Float);
   args.partial = static_cast<float*>(work.mutable_data_ptr());
   args.arrived = reinterpret_cast<unsigned*>(args.partial + sums);
@@ -230,8 +249,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
   args.rstd = static_cast<const float*>(rs.const_data_ptr());
   args.dx = dx.mutable_data_ptr();
   args.dresidual = split ? dresidual.mutable_data_ptr() : nullptr;
-  args.dweight = need_dweight ? static_cast<float*>(dweight.mutable_data_ptr()) : nullptr;
-  args.dbias = need_dbias ? static_cast<float*>(dbias.mutable_data_ptr()) : nullptr;
+  args.dweight = need_weight ? dweight.mutable_data_ptr() : nullptr;
+  args.dbias = need_bias ? dbias.mutable_data_ptr() : nullptr;
+  args.weight_type = weight_type;
+  args.bias_type = bias_type;
   args.rows = rows;
   args.n = n;
   args.type = type;

@@ -57,22 +57,23 @@ __device__ inline void add_to_partial(bool begins, const Place& place,
     }
 }
 
-// Sums over `count` rows of `width` columns that lie `distance` apart, in order, past L1: into
-// target, and beyond `split` columns into rest.
+// Sums over `count` rows of `width` columns that lie `distance` apart, in order, past L1:
+// keep(column, sum).
+template <typename Keep>
 __device__ inline void add_rows(const float* rows, int64_t distance, int count, int width,
-                                int split, float* target, float* rest) {
+                                const Keep& keep) {
   for (int column = threadIdx.x; column < width; column += blockDim.x) {
     float sum = 0.0f;
 #pragma unroll 8
     for (int row = 0; row < count; ++row) sum += __ldcg(rows + row * distance + column);
-    (column < split ? target[column] : rest[column - split]) = sum;
+    keep(column, sum);
   }
 }
 
-// The sums over all blocks of partial (blocks, width): the first `split` columns into target, the
-// others into rest. `arrived` is 1 + blocks zeros. All threads of all blocks call it once.
-__device__ inline void add_blocks(float* partial, unsigned* arrived, int width, int split,
-                                  float* target, float* rest) {
+// keep(column, sum) of the sums over all blocks of partial (blocks, width). `arrived` is 1 + blocks
+// zeros. All threads of all blocks call it once.
+template <typename Keep>
+__device__ inline void add_blocks(float* partial, unsigned* arrived, int width, const Keep& keep) {
   if (width == 0) return;
   const int blocks = gridDim.x, block = blockIdx.x;
   int each = 1;
@@ -81,9 +82,9 @@ __device__ inline void add_blocks(float* partial, unsigned* arrived, int width, 
   const int count = blocks - first < each ? blocks - first : each;
   if (!last_to_arrive(arrived + 1 + group, count)) return;
   float* sum = partial + static_cast<int64_t>(first) * width;
-  add_rows(sum, width, count, width, width, sum, nullptr);
+  add_rows(sum, width, count, width, [&](int column, float all) { sum[column] = all; });
   if (!last_to_arrive(arrived, groups)) return;
-  add_rows(partial, static_cast<int64_t>(each) * width, groups, width, split, target, rest);
+  add_rows(partial, static_cast<int64_t>(each) * width, groups, width, keep);
 }
 
 }  // namespace tfm_kernels

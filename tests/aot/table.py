@@ -35,7 +35,8 @@ def entries():
                 for make in (_forward, _backward):
                     name, entry = make(width, dtype, features, aligned, arch)
                     found[f"sm_{arch} {name} {dtype} {features}{'' if aligned else ' unaligned'}"] = entry
-        found[f"sm_{arch} layer_norm_bwd_sum"] = _sum(arch)
+        for dtype in ("bf16", "fp16", "fp32"):
+            found[f"sm_{arch} layer_norm_bwd_sum {dtype}"] = _sum(dtype, arch)
     return found
 
 
@@ -84,9 +85,10 @@ def _backward(width, dtype, features, aligned, arch):
     }  # fmt: skip
 
 
-def _sum(arch):
+def _sum(dtype, arch):
     kernel = layer_norm_bwd.layer_norm_bwd_sum_kernel
-    types = {name: "*fp32" for name in ("dweight_ptr", "dbias_ptr", "dweight_sum_ptr", "dbias_sum_ptr")}
+    types = dict.fromkeys(("dweight_ptr", "dbias_ptr"), "*fp32")
+    types |= dict.fromkeys(("dweight_sum_ptr", "dbias_sum_ptr"), f"*{dtype}")
     types |= {"P": "i32", "N": "i32"}
     block = {"BLOCK_M": layer_norm_bwd.SUM_BLOCK_M, "BLOCK_N": layer_norm_bwd.SUM_BLOCK_N}
     return {"kernel": kernel, "types": types, "constexprs": block, "arch": arch, "num_warps": 4}

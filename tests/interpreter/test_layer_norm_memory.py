@@ -34,7 +34,7 @@ def test_no_byte_outside(shape, block_n, dtype, monkeypatch):
 
     def run(backend):
         y, z, mean, rstd = FWD[backend](x, residual, weight, bias, 1e-5, False, False, 0.4, seed, numbers)
-        return y, z, *BWD[backend](dy, dz, z, mean, rstd, weight, False, False, 0.4, seed, numbers, True, True)
+        return y, z, *BWD[backend](dy, dz, z, mean, rstd, weight, bias, False, False, 0.4, seed, numbers, True, True)
 
     expected = run("cpu")
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: fenced(empty(*args, **kwargs)))
@@ -77,7 +77,7 @@ def test_arguments_with_far_rows(space):
         assert torch.equal(a, b)
 
     def backward(dy, dz, z):
-        return BWD["triton"](dy, dz, z, mean, rstd, weight, False, False, 0.4, SEED, None, True, True)
+        return BWD["triton"](dy, dz, z, mean, rstd, weight, None, False, False, 0.4, SEED, None, True, True)
 
     expected = backward(dy, dz, z)
     for name in range(3):
@@ -117,7 +117,7 @@ def test_results_with_far_rows(spaces, width, walked, monkeypatch):
     assert torch.equal(spaces[1][last], z[0])
 
     dx, dresidual, _, _ = BWD["cpu"](
-        x, None, z, rstd[:0], rstd, weight[0], True, False, 0.5, SEED, numbers, False, False
+        x, None, z, rstd[:0], rstd, weight[0], None, True, False, 0.5, SEED, numbers, False, False
     )
     run_last_program(
         monkeypatch,

@@ -265,8 +265,9 @@ def test_opcheck(dtype, residual):
     args = (x, x.detach() if residual else None, weight, None, 1e-5, not residual, False, 0.3 * residual, SEED, None)
     torch.library.opcheck(FWD["cpu"], args)
     y, z, mean, rstd = FWD["cpu"](*args)
-    args = (y.detach(), None, x.detach(), mean, rstd, weight.detach(), not residual, False, 0.3 * residual, SEED, None)
-    torch.library.opcheck(BWD["cpu"], (*args, True, False))
+    parameters = weight.detach(), weight.detach() if residual else None
+    args = (y.detach(), None, x.detach(), mean, rstd, *parameters, not residual, False, 0.3 * residual, SEED, None)
+    torch.library.opcheck(BWD["cpu"], (*args, True, residual))
 
 
 @pytest.mark.parametrize("shape", [(65, 48), (700, 96)])
@@ -418,9 +419,11 @@ DIRECT = [
     lambda: FWD["cpu"](X, X, None, None, 1e-5, False, False, 1.5, SEED, None),
     lambda: FWD["cpu"](X, X, None, None, 1e-5, False, False, 0.5, SEED, torch.arange(2)),
     lambda: FWD["cpu"](torch.ones(()), None, None, None, 1e-5, False, False, 0.0, None, None),
-    lambda: BWD["cpu"](X, None, X, X[0], X[0], None, False, False, 0.0, None, None, True, True),
-    lambda: BWD["cpu"](X[:2], None, X, X[:, 0], X[:, 0], None, False, False, 0.0, None, None, True, True),
-    lambda: BWD["cpu"](X, None, X, X[:, 0].double(), X[:, 0], None, False, False, 0.0, None, None, True, True),
+    lambda: BWD["cpu"](X, None, X, X[0], X[0], None, None, False, False, 0.0, None, None, True, True),
+    lambda: BWD["cpu"](X[:2], None, X, X[:, 0], X[:, 0], None, None, False, False, 0.0, None, None, True, True),
+    lambda: BWD["cpu"](X, None, X, X[:, 0], X[:, 0], X[0], X[0, :2], False, False, 0.0, None, None, True, True),
+    lambda: BWD["cpu"](X, None, X, X[:, 0], X[:, 0], X[0].long(), None, False, False, 0.0, None, None, True, True),
+    lambda: BWD["cpu"](X, None, X, X[:, 0].double(), X[:, 0], None, None, False, False, 0.0, None, None, True, True),
 ]
 
 

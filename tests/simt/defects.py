@@ -105,6 +105,7 @@ DEFECTS = {
         "partial.cuh", "  __syncthreads();\n  for (int column", "  for (int column"
     ),
     "partial_sums_written_over": defect("partial.cuh", "  __syncthreads();  // the memory is free again\n", ""),
+    "sums_of_the_wrong_type": defect(BWD_FILE, "if (type == kDType<T>)", "if (true)"),
     "partial_sums_begun_anew": defect("partial.cuh", "begins ? terms", "true ? terms"),
     "lost_block_of_a_group": defect("partial.cuh", "add_rows(sum, width, count,", "add_rows(sum, width, count - 1,"),
     "lost_group_of_blocks": defect("partial.cuh", "* width, groups, width", "* width, groups - 1, width"),
@@ -151,6 +152,6 @@ def _far_rows():
     options = (None, weight, None, 1e-5, True, False, 0.0, None, None)
     y, _, mean, rstd = FWD["cuda"](x, *options)
     assert torch.equal(FWD["cuda"](apart, *options)[0], y), "far rows"
-    options = (mean, rstd, weight, True, False, 0.0, None, None, True, False)
+    options = (mean, rstd, weight, None, True, False, 0.0, None, None, True, False)
     expected = BWD["cuda"](x, None, x, *options)[0]
     assert torch.equal(BWD["cuda"](apart, None, apart, *options)[0], expected), "far rows"

@@ -8,7 +8,8 @@
     dweight = sum over rows of dy * xhat;   dbias = sum over rows of dy                       (LN.5)
     dresidual = dz';   dx = dropout'(dz')                                                     (LN.6)
 
-RMSNorm has mu = 0, no mean(g) and no bias. Statistics and sums are float32 (float64 for float64).
+RMSNorm has mu = 0, no mean(g) and no bias. Statistics and sums are float32 (float64 for float64); dweight and dbias are
+rounded once, to the types of weight and bias.
 Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; Zhang, Sennrich 2019, arXiv:1910.07467.
 """
 
@@ -39,10 +40,13 @@ def _fwd_fake(x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dr
     return y, z, mean, x.new_empty((rows,), dtype=statistics)
 
 
-def _bwd_fake(dy, dz, z, mean, rstd, weight, rms, unbiased, dropout_p, seed, dropout_rows, need_weight, need_bias):
+def _bwd_fake(dy, dz, z, mean, rstd, weight, bias, rms, unbiased, dropout_p, seed, dropout_rows, *needs):
     dresidual = z.new_empty(z.shape if dropout_p > 0.0 else (0,))  # without dropout dx serves for both
-    dweight = rstd.new_empty((z.shape[-1] if need_weight else 0,))
-    return z.new_empty(z.shape), dresidual, dweight, rstd.new_empty((z.shape[-1] if need_bias else 0,))
+    dweight, dbias = (  # of the parameter's dtype, which is all that bias is taken for
+        (rstd if parameter is None else parameter).new_empty((z.shape[-1] if need else 0,))
+        for parameter, need in zip((weight, bias), needs, strict=True)
+    )
+    return z.new_empty(z.shape), dresidual, dweight, dbias
 
 
 FWD = _library.declare(
@@ -54,8 +58,8 @@ FWD = _library.declare(
 )
 BWD = _library.declare(
     "layer_norm_bwd",
-    "(Tensor dy, Tensor? dz, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, bool rms, bool unbiased, "
-    "float dropout_p, Tensor? seed, Tensor? dropout_rows, bool need_weight, bool need_bias) "
+    "(Tensor dy, Tensor? dz, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool rms, "
+    "bool unbiased, float dropout_p, Tensor? seed, Tensor? dropout_rows, bool need_weight, bool need_bias) "
     "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
     _bwd_fake,
     COMPILED,

@@ -1,9 +1,9 @@
 """layer_norm_bwd, Triton. Implements LN.4 to LN.6 of tfm_kernels/ops/layer_norm.py.
 
 Owns:    one program = every programs-th group of block_m rows, and one row each of partial dweight and dbias, which a
-         second launch adds up in a fixed order. Rows of up to 8192 features (4096 unaligned) stay in registers, and so
-         do the partial sums; longer ones are walked twice (the second walk finds them in L2), and the partial sums lie
-         in memory.
+         second launch adds up in a fixed order and rounds to the parameters' types. Rows of up to 8192 features (4096
+         unaligned) stay in registers, and so do the partial sums; longer ones are walked twice (the second walk finds
+         them in L2), and the partial sums lie in memory.
 Traffic: reads dy, z (and dz), writes dx (and dresidual, which differs from dx only under dropout), M*N each;
          programs*N float32 twice for each of dweight and dbias.
 Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; sums float32. No float64, no atomics.
@@ -216,8 +216,8 @@ def sum_columns(partial_ptr, sum_ptr, P, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 
 def layer_norm_bwd(
-    dy: Tensor, dz: Tensor | None, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, rms: bool,
-    unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None, need_weight: bool,
+    dy: Tensor, dz: Tensor | None, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
+    rms: bool, unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None, need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator layer_norm_bwd_triton; its contract is tfm_kernels/ops/layer_norm.py's."""
@@ -228,7 +228,7 @@ def layer_norm_bwd(
     _launch.check(
         op, z, z=(z, z.shape, floating), dy=(dy, z.shape, floating), dz=(dz, z.shape, floating),
         mean=(mean, (0,) if rms else (M,), single), rstd=(rstd, (M,), single), weight=(weight, (N,), floating),
-        dropout_rows=(dropout_rows, (M,), (torch.int64,)), seed=(seed, (), (torch.int64,)),
+        bias=(bias, (N,), floating), dropout_rows=(dropout_rows, (M,), (torch.int64,)), seed=(seed, (), (torch.int64,)),
     )  # fmt: skip
     scale, last_dropped = _launch.check_dropout(op, dropout_p, seed)
 
@@ -245,8 +245,9 @@ def layer_norm_bwd(
         new((config.programs, N if needed else 0), dtype=torch.float32, device=z.device)
         for needed in (need_weight, need_bias)
     )
+    dtypes = [rstd.dtype if parameter is None else parameter.dtype for parameter in (weight, bias)]
     if M == 0:
-        return dx, dresidual, dweights[0], dbiases[0]
+        return dx, dresidual, dweights[0].to(dtypes[0]), dbiases[0].to(dtypes[1])
 
     kernel = layer_norm_bwd_kernel if N <= config.block_n else layer_norm_bwd_walk_kernel
     with _launch.on(z):
@@ -261,9 +262,14 @@ def layer_norm_bwd(
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=aligned,
             STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
-        if config.programs == 1 or not (need_weight or need_bias):
+        if config.programs == 1 and dtypes == [torch.float32] * 2:
             return dx, dresidual, dweights[0], dbiases[0]
-        dweight, dbias = (torch.empty(t.shape[1:], dtype=torch.float32, device=z.device) for t in (dweights, dbiases))
+        dweight, dbias = (
+            torch.empty(partial.shape[1:], dtype=dtype, device=z.device)
+            for partial, dtype in zip((dweights, dbiases), dtypes, strict=True)
+        )
+        if not (need_weight or need_bias):
+            return dx, dresidual, dweight, dbias
         layer_norm_bwd_sum_kernel[(triton.cdiv(N, SUM_BLOCK_N), 2)](
             dweight_ptr=dweights if need_weight else None, dbias_ptr=dbiases if need_bias else None,
             dweight_sum_ptr=dweight if need_weight else None, dbias_sum_ptr=dbias if need_bias else None,
