@@ -84,12 +84,12 @@ class Results:
                 self.data = found
 
     def has(self, key: str) -> bool:
-        """Whether a group was measured already, by this or by an interrupted run of the same sources."""
-        return any(group["key"] == key for group in self.data["groups"])
+        """Whether a group was measured to its end, by this or by an interrupted run of the same sources."""
+        return any(group["key"] == key and not group.get("unfinished") for group in self.data["groups"])
 
     def add(self, group: dict[str, Any]) -> None:
-        """Adds a group's record and writes the file."""
-        self.data["groups"].append(group)
+        """Adds a group's record, in the place of an unfinished one, and writes the file."""
+        self.data["groups"] = [*(kept for kept in self.data["groups"] if kept["key"] != group["key"]), group]
         self.write()
 
     def write(self) -> None:

@@ -1,22 +1,27 @@
 """What `python -m bench.gpu` finds and how it says it: tools, speeds, refusals, predictions, the table."""
 
+import itertools
 import os
+import sys
 import time
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from subprocess import Popen
 
 import pytest
 import torch
 
 from bench import measure, record, shapes, timing
 from bench.gpu import __main__ as gpu
-from bench.gpu import attention, build, limits, machine, memory, speed, table
-from bench.gpu.part import GREEN, RED, UNAVAILABLE, Room, work
+from bench.gpu import attention, build, contract, limits, machine, memory, speed, table
+from bench.gpu.part import GREEN, RED, UNAVAILABLE, NotYetError, Part, Room, work
 from bench.gpu.parts import PARTS
 from bench.gpu.subjects import STEMS, SUBJECTS
 from bench.ops import bench_attention, bench_layer_norm
 from bench.subject import Group, groups
+from tests.cases import CASES
+from tfm_kernels import _library
 
 NOW = {
     "protocol": 1, "device": "fake", "gpu": "Fake 1", "driver": "1", "torch": "2", "triton": "3", "nvcc": "13.0",
@@ -46,7 +51,7 @@ def test_no_compiler_and_no_sanitizer_are_said(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     room = Room(tmp_path, NOW, time.monotonic() + 9)
-    assert build.extensions(room) == {"state": UNAVAILABLE, "why": "no C++ compiler: c++ is not found"}
+    assert build.Extensions(room).end() == {"state": UNAVAILABLE, "why": "no C++ compiler: c++ is not found"}
     assert memory.sanitize("memcheck", "layer_norm", room)["why"] == "compute-sanitizer is not found"
 
 
@@ -203,11 +208,60 @@ def test_compiling_processes(tmp_path, monkeypatch, end):
     assert build.compile_all(SUBJECTS[0], room, processes=2)["state"] == GREEN
 
 
+def test_the_extensions_are_built_beside_the_rest(tmp_path, monkeypatch):
+    """They begin with the first Triton op; what ran out of time is tried again, and nothing is judged before."""
+    room = Room(tmp_path, NOW, time.monotonic() + 60, SUBJECTS)
+    begun = []
+    monkeypatch.setattr(build, "compile_all", lambda *_: {"begun": len(begun)})
+    monkeypatch.setattr(build, "cuda_extension", dict)
+    monkeypatch.setattr(build.Extensions, "begin", lambda self: begun.append(self))
+    part = Part("build", "", 1.0, build.items)
+    monkeypatch.setattr(build.Extensions, "end", lambda self: {"state": UNAVAILABLE, "why": "late", "unfinished": True})
+    work(part, room)
+    found = {item["key"]: item for item in room.results("build").data["groups"]}
+    assert [found[f"triton {stem}"]["begun"] for stem in STEMS] == [1, 2, 3] and len(set(begun)) == 1
+    assert "complete" not in room.results("build").data
+    monkeypatch.setattr(_library, "cuda_extension", None)
+    with pytest.raises(NotYetError, match="the extensions are not built"):
+        next(contract.items(room, room.results("contract")))
+    monkeypatch.setattr(build.Extensions, "end", lambda self: {})
+    work(part, room)
+    assert [item["state"] for item in room.results("build").data["groups"]] == [GREEN] * 5
+    assert set(room.results("build").data["complete"]) == set(STEMS) and room.built() == SUBJECTS
+
+
+def test_extensions_that_take_too_long(tmp_path, monkeypatch):
+    sleeps = lambda *args, **kwargs: Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(build.subprocess, "Popen", sleeps)
+    found = build.Extensions(Room(tmp_path, NOW, time.monotonic())).end()
+    assert found["state"] == UNAVAILABLE and found["unfinished"] and "before the part had to end" in found["why"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_each_kernel_is_compiled_by_one_process(tmp_path):
+    from tfm_kernels.triton.layer_norm_fwd import layer_norm_fwd_kernel as kernel
+
+    given = {"x_ptr": torch.ones(2), "residual_ptr": None, "M": 5, "eps": 1e-5, "BLOCK_N": 64, "num_warps": 4}
+    assert build.claim(tmp_path, kernel, given)
+    same = {"x_ptr": torch.ones(3), "M": 7, "eps": 0.5}
+    assert not build.claim(tmp_path, kernel, {**given, **same})
+    others = {"x_ptr": torch.ones(2).half(), "residual_ptr": torch.ones(2), "BLOCK_N": 128, "num_warps": 8}
+    assert all(build.claim(tmp_path, kernel, {**given, name: value}) for name, value in others.items())
+
+
+def pairs(cases):
+    """Every pair of levels that a case has."""
+    levels = [sorted((name, repr(level)) for name, level in case.levels.items()) for case in cases]
+    return {pair for found in levels for pair in itertools.combinations(found, 2)}
+
+
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: f"{subject.stem}-{subject.backend}")
 def test_subjects(subject):
     """What an op declares is complete: keys are unique, every public op is judged, timed and has its branch."""
     cases = subject.cases()
-    assert len({case.id for case in cases}) == len(cases) and len(cases) >= 300
+    assert len({case.id for case in cases}) == len(cases)
+    ours = [case for case in CASES if case.op in {case.op for case in cases} and case.levels["dtype"] != "f64"]
+    assert len(ours) >= 250 and pairs(ours) <= pairs(cases), "a pair of levels that no case of the proof has"
     timed = {case.op for case in subject.speed.cases}
     assert timed <= {case.op for case in cases} and "f64" not in {case.levels["dtype"] for case in cases}
     keys = [group.key for group in groups(subject.speed)]

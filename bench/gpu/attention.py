@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.ops import bench_attention
 from bench.shapes import Attention
 from bench.subject import BACKWARD, FORWARD, Eager, Group
-from tests.cases import CASES, Case
+from tests.cases import Case, pairs_once
 from tfm_kernels import Mask, dropout, ops
 from tfm_kernels.testing import run
 from tfm_kernels.testing.contract import bits_equal
@@ -35,8 +35,8 @@ LAUNCH = 2.5e-6
 
 
 def cases() -> Sequence[Case]:
-    """Every launch first, then the list's pairs."""
-    return [*_launches(), *(case for case in CASES if case.op in OPS and case.levels["dtype"] != "f64")]
+    """Every launch first, then all pairs of the list once."""
+    return [*_launches(), *(case for case in pairs_once() if case.op in OPS and case.levels["dtype"] != "f64")]
 
 
 def _launches() -> list[Case]:

@@ -1,17 +1,22 @@
-"""Everything is compiled before it is judged: the extensions, and each Triton kernel on all processors at once."""
+"""Everything is compiled before it is judged: the extensions and, beside them, each Triton kernel once."""
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import queue
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from bench import gate, record
 from bench.record import Results
@@ -27,10 +32,12 @@ Call = tuple[str, Callable[[], Any]]
 
 
 def items(room: Room, results: Results) -> Iterator[Item]:
+    extensions = Extensions(room)
     for subject in room.subjects:
         if subject.backend == "triton":
-            yield Item(f"triton {subject.stem}", partial(compile_all, subject, room))
-    yield Item("extensions", partial(extensions, room))
+            begins = (lambda: None) if results.has("extensions") else extensions.begin
+            yield Item(f"triton {subject.stem}", partial(_beside, begins, partial(compile_all, subject, room)))
+    yield Item("extensions", extensions.end)
     if any(subject.backend == "cuda" for subject in room.subjects):
         yield Item("cuda extension", cuda_extension)
 
@@ -46,21 +53,47 @@ def cuda_extension() -> dict[str, Any]:
     return {"state": UNAVAILABLE if machine.nvcc() == "not found" else RED, "why": _library.cuda_missing}
 
 
-def extensions(room: Room) -> dict[str, Any]:
-    """Builds tfm_kernels._C, and _cuda where nvcc is there, in place where a C++ compiler is there."""
-    compiler = (os.environ.get("CXX") or "c++").split()[-1]
-    if shutil.which(compiler) is None:
-        return {"state": UNAVAILABLE, "why": f"no C++ compiler: {compiler} is not found"}
-    for name in ("ninja", "pybind11", "setuptools"):
-        if machine.package(name) is None:
-            return {"state": UNAVAILABLE, "why": f"{name} is not installed"}
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    limit = max(room.left(), 1.0)
-    try:
-        done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"state": UNAVAILABLE, "why": f"was not built within the {limit:.0f} s that were left"}
-    return {} if done.returncode == 0 else {"state": RED, "why": (done.stderr or done.stdout)[-2000:]}
+def _beside(begins: Callable[[], None], rest: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    begins()
+    return rest()
+
+
+class Extensions:
+    """Builds tfm_kernels._C, and _cuda where nvcc is there, in place where a C++ compiler is there.
+
+    A few of their sources take a processor for a minute each, which is why they begin first.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self.room, self.process = room, None
+        self.words = tempfile.TemporaryFile("w+")  # a pipe that nobody reads yet could fill
+
+    def begin(self) -> None:
+        """Starts the compilers, once."""
+        if self.process is None and self._absent() is None:
+            command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+            self.process = subprocess.Popen(command, cwd=record.ROOT, stdout=self.words, stderr=subprocess.STDOUT)
+
+    def end(self) -> dict[str, Any]:
+        """Waits for them; what there was no time for is tried again by the next run."""
+        self.begin()
+        if self.process is None:
+            return {"state": UNAVAILABLE, "why": self._absent()}
+        try:
+            code = self.process.wait(max(self.room.left(), 1.0))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return {"state": UNAVAILABLE, "why": "was not built before the part had to end", "unfinished": True}
+        self.words.seek(0)
+        return {} if code == 0 else {"state": RED, "why": self.words.read()[-2000:]}
+
+    def _absent(self) -> str | None:
+        compiler = (os.environ.get("CXX") or "c++").split()[-1]
+        if shutil.which(compiler) is None:
+            return f"no C++ compiler: {compiler} is not found"
+        missing = (name for name in ("ninja", "pybind11", "setuptools") if machine.package(name) is None)
+        return next((f"{name} is not installed" for name in missing), None)
 
 
 def calls(subject: GpuSubject, device: str) -> Iterator[Call]:
@@ -89,7 +122,10 @@ def compile_all(subject: GpuSubject, room: Room, processes: int | None = None) -
     processes = processes or min(16, len(os.sched_getaffinity(0)))
     fork = multiprocessing.get_context("fork")
     answers: Any = fork.Queue()
-    shards = [fork.Process(target=_shard, args=(subject, room, n, processes, answers)) for n in range(processes)]
+    claims = Path(tempfile.mkdtemp())
+    shards = [
+        fork.Process(target=_shard, args=(subject, room, n, processes, answers, claims)) for n in range(processes)
+    ]
     for shard in shards:
         shard.start()
     found: dict[str, list] = {"kernels": [], "failures": []}
@@ -107,6 +143,7 @@ def compile_all(subject: GpuSubject, room: Room, processes: int | None = None) -
             found[name] += values
     for shard in shards:
         shard.join()
+    shutil.rmtree(claims)
     kernels = {kernel["name"]: kernel for kernel in found["kernels"]}
     failures = found["failures"] + [f"{lost} of {processes} compiling processes died"] * bool(lost)
     return {
@@ -121,14 +158,37 @@ def compile_all(subject: GpuSubject, room: Room, processes: int | None = None) -
     }
 
 
-def _shard(subject: GpuSubject, room: Room, index: int, count: int, answers: Any) -> None:
-    """Every count-th call, launches stopped after compiling."""
+def claim(claims: Path, kernel: Any, given: dict[str, Any]) -> bool:
+    """Whether this launch's machine code is ours to make: a process that comes later finds the file of the first.
+
+    Sizes and addresses are no part of it: our kernels are not specialised on them.
+    """
+    constant = {parameter.name: parameter.is_constexpr for parameter in kernel.params}
+
+    def kind(name: str, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype)
+        return repr(value) if value is None or constant.get(name, True) else type(value).__name__
+
+    words = repr((kernel.fn.__name__, sorted((name, kind(name, value)) for name, value in given.items())))
+    try:
+        (claims / hashlib.sha256(words.encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _shard(subject: GpuSubject, room: Room, index: int, count: int, answers: Any, claims: Path) -> None:
+    """Every count-th call, launches stopped after compiling what no other process does."""
     from triton.runtime.jit import JITFunction
 
+    os.nice(5)  # behind the extensions, which have the longest single pieces
     seen: dict[int, dict] = {}
     launch = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not claim(claims, kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}):
+            return None
         compiled = launch(kernel, *args, grid=grid, warmup=True, **kwargs)
         if id(compiled) not in seen:
             compiled._init_handles()  # loads it: only then its registers are known

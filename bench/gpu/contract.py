@@ -17,7 +17,7 @@ from .part import Item, Room
 
 
 def items(room: Room, results: Results) -> Iterator[Item]:
-    for subject in room.subjects:
+    for subject in room.built():
         for case in subject.cases():
             yield Item(f"{subject.backend} {case.id}", partial(_judge, case, subject.backend, room.device), case.op)
         for name, check in subject.checks.items():

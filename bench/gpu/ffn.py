@@ -13,7 +13,7 @@ from bench.limits import matrix_rate
 from bench.ops import bench_ffn
 from bench.shapes import Ffn
 from bench.subject import BACKWARD, FORWARD, Eager, Group
-from tests.cases import CASES, Case
+from tests.cases import Case, pairs_once
 from tfm_kernels import dropout, ops
 from tfm_kernels.testing import run
 from tfm_kernels.testing.contract import Results, bits_equal
@@ -29,8 +29,8 @@ LAUNCHES = {FORWARD: 2, BACKWARD: 8}
 
 
 def cases() -> Sequence[Case]:
-    """Every launch of pick_config first, then the list's pairs."""
-    return [*_launches(), *(case for case in CASES if case.op == "ffn" and case.levels["dtype"] != "f64")]
+    """Every launch of pick_config first, then all pairs of the list once."""
+    return [*_launches(), *(case for case in pairs_once() if case.op == "ffn" and case.levels["dtype"] != "f64")]
 
 
 def _launches() -> list[Case]:

@@ -12,7 +12,7 @@ import torch
 from bench.ops import bench_layer_norm
 from bench.shapes import Norm
 from bench.subject import BACKWARD, FORWARD, Eager, Group
-from tests.cases import CASES, Case
+from tests.cases import Case, pairs_once
 from tfm_kernels import dropout, ops
 from tfm_kernels.testing import run
 from tfm_kernels.testing.contract import bits_equal
@@ -27,8 +27,8 @@ LAUNCH = 2.5e-6
 
 
 def cases() -> Sequence[Case]:
-    """Every launch first, with more rows than programs or blocks hold at once, then the list's pairs."""
-    return [*_launches(), *(case for case in CASES if case.op in OPS and case.levels["dtype"] != "f64")]
+    """Every launch first, with more rows than programs or blocks hold at once, then all pairs of the list once."""
+    return [*_launches(), *(case for case in pairs_once() if case.op in OPS and case.levels["dtype"] != "f64")]
 
 
 def _launches() -> list[Case]:

@@ -30,7 +30,7 @@ _UNUSABLE = ("Device not supported", "No attachable process", "Failed to initial
 
 
 def items(room: Room, results: Results) -> Iterator[Item]:
-    for subject in room.subjects:
+    for subject in room.built():
         for name, (op, inputs) in subject.branches(room.device).items():
             yield Item(
                 f"{subject.backend} {name} between guards", partial(guarded_call, op, inputs, subject.backend), op

@@ -64,6 +64,13 @@ class Room:
         """The file of a part, continued where sources, torch and GPU are the same."""
         return Results(self.folder / f"{part}.json", self.now)
 
+    def built(self) -> Sequence[GpuSubject]:
+        """The subjects; raises NotYetError where the extension that one of them needs is still to be built."""
+        waits = any(subject.backend == "cuda" for subject in self.subjects) and _library.cuda_extension is None
+        if waits and not self.results("build").has("extensions"):
+            raise NotYetError("the extensions are not built")
+        return self.subjects
+
     def left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
@@ -113,6 +120,9 @@ def work(part: Part, room: Room) -> None:
             progress.say(f"{part.name}: {item.key}: {record['state']} {record.get('why', '')}".rstrip())
         if record["state"] == RED and device_lost():
             os._exit(DEVICE_LOST)
+    if any(group.get("unfinished") for group in results.data["groups"]):
+        results.write()
+        return
     finished = {subject.stem for subject in room.subjects}
     results.data["complete"] = sorted(finished.union(results.data.get("complete", ())))
     results.write()

@@ -22,10 +22,10 @@ def _packages() -> dict[str, str | None]:
 # seconds of a run of 480; a part that ends early leaves the rest to those behind it
 PARTS = (
     Part("environment", "GPU, driver, tools, clocks as read", 5, _environment),
-    Part("build", "compiles every kernel and launch, and the extensions", 130, build.items),
-    Part("contract", "the numeric contract, dropout masks", 110, contract.items),
+    Part("build", "compiles every kernel and launch, and the extensions", 170, build.items),
+    Part("contract", "the numeric contract, dropout masks", 85, contract.items),
     Part("repeats", f"{repeats.REPEATS} runs and CUDA graph replays, bit for bit", 35, repeats.items),
-    Part("memory", "guards, more than 2**31 elements, compute-sanitizer", 75, memory.items),
+    Part("memory", "guards, more than 2**31 elements, compute-sanitizer", 70, memory.items),
     Part("limits", "copy bandwidth and matrix rate", 10, limits.items),
-    Part("speed", "kernels and peers in turns", 115, speed.items),
+    Part("speed", "kernels and peers in turns", 105, speed.items),
 )
