@@ -204,7 +204,10 @@ setup(
         "train": ["safetensors", "tokenizers", "tqdm", "sacrebleu"],
         "plot": ["matplotlib"],
         "triton": ["triton"],  # for the GPU kernels, where torch has not brought it along
-        "dev": ["pytest", "pytest-benchmark", "numpy<2.4", "hypothesis", "ruff==0.17.5", "mypy", "clang-format"],
+        "dev": [
+            *("pytest", "pytest-benchmark", "numpy<2.4", "hypothesis"),
+            *("ruff==0.17.5", "mypy==2.4.1", "clang-format==23.1.5"),  # equal: what they ask for changes with releases
+        ],
     },
     ext_modules=extensions,
     cmdclass={"build_ext": NinjaBuild},
