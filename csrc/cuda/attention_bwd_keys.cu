@@ -134,8 +134,9 @@ __global__ void __launch_bounds__(KeysShape<sizeof(T), width>::kWarps* kWarp, 1)
       copy_queries(next, 0);
     here = next;
   }
+  copy_commit();  // of keys that nobody sees the copies are in no group yet, and end here
   copy_wait<0>();
-  __syncthreads();  // of keys that nobody sees the copies end here
+  __syncthreads();
 
   const auto put = [&](T* tile, const auto& sums, const Heads& heads, float scale, int d) {
     put_sums<width>(tile + mine * kStride, sums[0], scale, scale);

@@ -79,8 +79,9 @@ __global__ void __launch_bounds__(PairsShape<sizeof(T), width>::kWarps* kWarp, 1
       copy_keys(next, 0);
     n0 = next;
   }
+  copy_commit();  // of queries that see nothing the copies are in no group yet, and end here
   copy_wait<0>();
-  __syncthreads();  // of queries that see nothing the copies end here
+  __syncthreads();
   put_sums<width>(q_tile + mine * kStride, dq[0], call.scale, call.scale);
   __syncwarp();
   store_rows<width>(q_tile + mine * kStride, args.dq,

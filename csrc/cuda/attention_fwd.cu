@@ -106,8 +106,9 @@ __global__ void __launch_bounds__(attention_fwd::kWarps* kWarp, 1)
     if (!idle) add_weighted<width>(out, p, v_tile, call.dv, seen);
     n0 = next;
   }
+  copy_commit();  // of queries that see nothing the copies are in no group yet, and end here
   copy_wait<0>();
-  __syncthreads();  // of queries that see nothing the copies end here
+  __syncthreads();
   if (idle) return;
 
   softmax.finish();

@@ -40,6 +40,9 @@ DEFECTS = {
     ),
     "keys_without_a_barrier": _planted(FWD_FILE, "__syncthreads();  // the keys", "// the keys", quick=True),
     "values_without_a_barrier": _planted(FWD_FILE, "__syncthreads();  // the values", "// the values"),
+    "queries_copied_in_no_group": _planted(FWD_FILE, "copy_commit();  // of", "// of", quick=True),
+    "keys_copied_in_no_group": _planted(KEYS, "copy_commit();  // of", "// of"),
+    "gradients_copied_in_no_group": _planted(QUERIES, "copy_commit();  // of", "// of"),
     "queries_without_a_barrier": _planted(KEYS, "__syncthreads();  // the queries", "// the queries"),
     "queries_replaced_too_early": _planted(KEYS, "__syncthreads();  // nobody", "// nobody"),
     "keys_replaced_too_early": _planted(QUERIES, "__syncthreads();  // nobody", "// nobody"),
@@ -139,6 +142,8 @@ def _calls():
     yield _call(f16, (2, 2, 1, 33, 100, 40, 24), lengths & Mask.window(None, 3, "bottom_right"), "11qk", scale=-0.3)
     yield _call(f32, (1, 2, 2, 40, 50, 16, 16), scale=-0.4)
     yield _call(bf16, (1, 1, 1, 20, 40, 72, 136), corner)
+    yield _call(bf16, (1, 1, 1, 300, 40, 16, 16), corner)  # whole tiles of queries that see nothing
+    yield _call(f16, (1, 1, 1, 30, 150, 16, 16), Mask.causal())  # of keys that nobody sees
     yield _call(bf16, (2, 1, 1, 70, 100, 16, 16), lengths)
 
 

@@ -108,6 +108,7 @@ void entry() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_size);
 #endif
   (*work)();
+  if (!running->copies.empty()) stop("a copy that its thread has not waited for");
   running->state = State::done;
   ++running->block->done;
   switch_to_scheduler(true);
