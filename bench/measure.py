@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import tfm_kernels as tfk
 from tfm_kernels import _backend
 
 from . import gate, limits, timing
-from .subject import Group
+from .subject import Group, drawer
 
 EAGER, COMPILED, AUTO = "torch", "torch.compile", "auto"
 
@@ -49,9 +50,8 @@ class Runner:
         """First runs (torch.compile compiles in them); the outputs and, in training, the gradients."""
         outputs = gate.flat(self.function(**self.leaves))
         if self.train:
-            generator = torch.Generator().manual_seed(1)
-            dtype = getattr(torch, self.dtype)
-            self.douts = [torch.randn(t.shape, generator=generator).to(dtype).to(t.device, t.dtype) for t in outputs]
+            draw = drawer(1, self.dtype, outputs[0].device)
+            self.douts = [draw(*t.shape).to(t.dtype) for t in outputs]
         self.run()
         self.run()
         return tuple(t.detach() for t in outputs) + (gate.flat(self.results) if self.train else ())
@@ -69,7 +69,14 @@ class Runner:
         return peak
 
 
-def measure(group: Group, plan: timing.Plan, machine: dict, make: type[Runner] = Runner, device: str = "cpu") -> dict:
+def measure(
+    group: Group,
+    plan: timing.Plan,
+    machine: dict,
+    make: type[Runner] = Runner,
+    device: str = "cpu",
+    barred: Mapping[str, str] = MappingProxyType({}),
+) -> dict:
     """The record of one group, ready for JSON.
 
     Args:
@@ -78,6 +85,7 @@ def measure(group: Group, plan: timing.Plan, machine: dict, make: type[Runner] =
         machine: what limits.measure() found.
         make: how an implementation is run and timed.
         device: where the tensors are.
+        barred: backend -> why it must not be timed.
 
     Returns:
         A dict: "key", the case and its physics, "chosen" by automatic choice, one row a direction and implementation,
@@ -90,7 +98,7 @@ def measure(group: Group, plan: timing.Plan, machine: dict, make: type[Runner] =
         "refused": {}, "unavailable": {},
     }  # fmt: skip
     with _grad(group.kind == "train"):
-        runners = _ready(group, record, make, device)
+        runners = _ready(group, record, make, device, barred)
         samples = timing.interleave({name: runner.run for name, runner in runners.items()}, plan)
         for name, runner in runners.items():
             record["memory"][name] = runner.peak_memory()
@@ -119,11 +127,17 @@ def samples(group: Group, plan: timing.Plan) -> dict[str, list[tuple[float, ...]
         return timing.interleave({name: runner.run for name, runner in runners.items()}, plan)
 
 
-def _ready(group: Group, record: dict, make: type[Runner] = Runner, device: str = "cpu") -> dict[str, Runner]:
+def _ready(
+    group: Group,
+    record: dict,
+    make: type[Runner] = Runner,
+    device: str = "cpu",
+    barred: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Runner]:
     """The implementations that may be timed, warm; fills the record's "chosen", "refused" and "unavailable"."""
     case, subject = group.case, group.subject
     torch.manual_seed(0)
-    arguments = gate.on(device, subject.arguments(case, group.dtype))
+    arguments = gate.on(device, subject.arguments(case, group.dtype, device))
     function, leaves = subject.eager(case, arguments)
     runners = {EAGER: make(group, function, leaves)}
     own = truth = runners[EAGER].warm_up()
@@ -140,12 +154,15 @@ def _ready(group: Group, record: dict, make: type[Runner] = Runner, device: str 
             competitor.warm_up()
             runners[name] = competitor
         except Exception as error:  # whatever a compiler or PyTorch throws, the others are still worth timing
-            record["unavailable"][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    for name, backend in _candidates(group, arguments, record):
-        wrong = gate.refusal(group, backend, device)
-        if wrong is None:
-            runner = _ours(group, arguments, backend if name != AUTO else None, make)
-            wrong = gate.disagreement(group, runner.warm_up(), own if backend == "aten" else truth)
+            record["unavailable"][name] = _words(error)
+    for name, backend in _candidates(group, arguments, record, barred):
+        runner = _ours(group, arguments, backend if name != AUTO else None, make)
+        try:
+            wrong = gate.refusal(group, backend, device)
+            if wrong is None:
+                wrong = gate.disagreement(group, runner.warm_up(), own if backend == "aten" else truth)
+        except Exception as error:  # a kernel that fails to launch says nothing of the others
+            wrong = _words(error)
         if wrong is None:
             runners[name] = runner
         else:
@@ -153,21 +170,27 @@ def _ready(group: Group, record: dict, make: type[Runner] = Runner, device: str 
     return runners
 
 
-def _candidates(group: Group, arguments: dict, record: dict) -> Iterator[tuple[str, str]]:
-    """Automatic choice, then each backend that it did not take; the one that it took would be timed twice."""
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no words'}"
+
+
+def _candidates(group: Group, arguments: dict, record: dict, barred: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Automatic choice, then each backend that it did not take; the one that it took would be timed twice.
+
+    The reference is not timed: float64 at full size takes what all the others have.
+    """
     op = _backend.OPS[group.case.op]
     leaves = _leaves(arguments, group.kind == "train")
     call = op.describe(**{**arguments, **leaves})
-    record["chosen"] = _backend.select(op, call, None)
-    yield AUTO, record["chosen"]
-    for backend in op.support:
-        if backend in ("reference", record["chosen"]):
-            continue
-        reason = _backend.why_not(op, call, backend)
+    chosen = record["chosen"] = _backend.select(op, call, None)
+    for name, backend in {AUTO: chosen, **{name: name for name in op.support if name != chosen}}.items():
+        reason = barred.get(backend) or _backend.why_not(op, call, backend)
+        if backend == "reference":
+            reason = "the reference is not timed"
         if reason is None:
-            yield backend, backend
-        else:
-            record["unavailable"][backend] = reason
+            yield name, backend
+        elif name != "reference":
+            record["unavailable"][name] = reason
 
 
 def _ours(group: Group, arguments: dict, backend: str | None, make: type[Runner]) -> Runner:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import textwrap
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -77,6 +78,7 @@ class Results:
 
     def __init__(self, path: Path, now: dict[str, Any], fresh: bool = False) -> None:
         self.path = path
+        self._texts: dict[str, tuple[dict[str, Any], str]] = {}  # of groups: written with each of those to come
         self.data: dict[str, Any] = {"environment": now, "limits": {}, "groups": []}
         if not fresh and path.exists():
             found = json.loads(path.read_text())
@@ -96,8 +98,20 @@ class Results:
         """Writes the whole file beside its name, then renames it: an interruption leaves the old one whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.data, indent=1) + "\n")
+        text = json.dumps({**self.data, "groups": []}, indent=1)
+        if self.data["groups"]:
+            groups = ",\n".join(map(self._text, self.data["groups"]))
+            text = text.replace('"groups": []', f'"groups": [\n{groups}\n ]', 1)
+        partial.write_text(text + "\n")
         partial.replace(self.path)
+
+    def _text(self, group: dict[str, Any]) -> str:
+        """A group as it stands in the file; made once, or a file of 1,700 would cost a minute to fill."""
+        found = self._texts.get(group["key"])
+        if found is None or found[0] is not group:
+            found = group, textwrap.indent(json.dumps(group, indent=1), "  ")
+            self._texts[group["key"]] = found
+        return found[1]
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:

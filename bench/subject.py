@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .shapes import Case
@@ -21,7 +22,8 @@ class Subject:
     Attributes:
         stem: "attention", as in ops/attention.py.
         cases: the grid.
-        arguments: (case, dtype) -> the public function's arguments by name, the same ones every time.
+        arguments: (case, dtype, device) -> the public function's arguments by name, the same ones every time; large
+            tensors are drawn on the device, gate.on() moves the rest.
         eager: (case, arguments) -> the plain PyTorch function a model would run today, with its own tensors.
         proof: case -> a case that takes the same branches and is small enough for a float64 judge.
         flops: (case, direction) -> floating-point operations that the result needs; hidden pairs count as none.
@@ -32,7 +34,7 @@ class Subject:
 
     stem: str
     cases: Sequence[Any]
-    arguments: Callable[[Any, str], dict[str, Any]]
+    arguments: Callable[..., dict[str, Any]]
     eager: Callable[[Any, Mapping[str, Any]], Eager]
     proof: Callable[[Any], Any]
     flops: Callable[[Any, str], int]
@@ -59,6 +61,16 @@ class Group:
     def directions(self) -> tuple[str, ...]:
         """What one run of the group times, in the order of its samples."""
         return (FORWARD,) if self.kind == "infer" else (BACKWARD, BOTH)
+
+
+def drawer(seed: int, dtype: str, device: torch.device | str = "cpu") -> Callable[..., Tensor]:
+    """(*shape, scale=1.0) -> normal numbers times scale, rounded to dtype, drawn where they will be used."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*shape, generator=generator, device=device)).to(getattr(torch, dtype))
+
+    return draw
 
 
 def groups(subject: Subject, cases: Sequence[Case] | None = None) -> list[Group]:

@@ -75,7 +75,8 @@ def test_an_unavailable_tool_is_not_red(tmp_path):
 def test_a_process_that_dies_takes_one_item_with_it(tmp_path, end, how):
     code, files = run(tmp_path, part(a=dict, b=end, c=dict))
     assert code == 1 and states(files) == {"a": GREEN, "b": RED, "c": GREEN}
-    assert how in files["contract"]["groups"][1]["why"] and "running" not in files["contract"]
+    assert how in files["contract"]["groups"][1]["why"] and files["contract"]["groups"][1]["op"] == "rms_norm"
+    assert not list(tmp_path.glob("*.running"))
 
 
 def test_a_lost_device_gets_a_new_process(tmp_path, monkeypatch):
@@ -94,20 +95,65 @@ def test_a_part_that_cannot_begin_is_red(tmp_path):
     assert code == 1 and states(files) == {"the part contract itself": RED} and states(files, "speed") == {"a": GREEN}
 
 
-def test_a_part_waits_for_what_it_builds_on(tmp_path, capfd):
+def test_what_waits_for_another_part(tmp_path, capfd):
+    """The items that do not wait are run; the part is not finished, and tried again with the time that is left."""
+
     def not_yet(room, results):
-        yield Item("a", dict)
+        yield Item("a", dict, stem="layer_norm")
         raise NotYetError("the limits are not measured")
 
     code, files = run(tmp_path, Part("speed", "a fake", 1.0, not_yet))
-    assert code == 75 and files["speed"]["groups"] == [] and "the limits are not measured" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert code == 75 and states(files, "speed") == {"a": GREEN} and "complete" not in files["speed"]
+    assert out.count("the limits are not measured") == 2 and "speed        1 green, 0 s; NOT FINISHED" in out
+
+
+def test_what_ran_out_of_time_has_what_the_others_left(tmp_path):
+    """A part that ends before its items do goes on when the parts behind it have needed less than their share."""
+    slow = part(**dict.fromkeys("abcd", lambda: time.sleep(0.3) or {}))
+    code, files = run(tmp_path, slow, part("speed", 3.0, a=dict), words=["--minutes", "0.05"])
+    assert code == 0 and list(states(files)) == ["a", "b", "c", "d"]
+
+
+def test_an_op_is_complete_when_its_own_items_are(tmp_path):
+    items = [
+        Item("a", dict, stem="layer_norm"),
+        Item("b", dict, stem="ffn"),
+        Item("c", lambda: time.sleep(9), stem="ffn"),
+    ]
+    cut = Part("contract", "a fake", 1.0, lambda room, results: iter(items), patience=0.3)
+    code, files = run(tmp_path, Part("contract", "a fake", 1.0, lambda room, results: iter(items[:2])))
+    assert code == 0 and files["contract"]["complete"] == sorted(STEMS)
+    code, files = run(tmp_path / "cut", cut, words=["--minutes", "0.005"])
+    assert code == 1 and states(files) == {"a": GREEN, "b": GREEN, "c": RED}
+    assert files["contract"]["complete"] == ["attention", "layer_norm"]
+    code, files = run(tmp_path / "cut", cut)
+    assert code == 1 and files["contract"]["complete"] == sorted(STEMS), "what is red is done"
+
+
+def test_an_item_that_hangs_costs_its_patience_only(tmp_path):
+    hang = [Item("a", dict), Item("b", lambda: time.sleep(60), "rms_norm", backend="cuda"), Item("c", dict)]
+    patient = Part("contract", "a fake", 1.0, lambda room, results: iter(hang), patience=0.4)
+    start = time.monotonic()
+    code, files = run(tmp_path, patient)
+    assert code == 1 and states(files) == {"a": GREEN, "b": RED, "c": GREEN} and time.monotonic() - start < 20
+    red = files["contract"]["groups"][1]
+    assert red["why"].startswith("did not end within") and (red["op"], red["backend"]) == ("rms_norm", "cuda")
+
+
+def test_a_part_that_runs_only_where_it_is_named(tmp_path):
+    extra = Part("sanitizers", "a fake", 1.0, lambda room, results: iter([Item("b", dict)]), named=True)
+    _, files = run(tmp_path, part(a=dict), extra)
+    assert set(files) == {"contract"}
+    _, files = run(tmp_path, part(a=dict), extra, words=["--part", "sanitizers"])
+    assert states(files, "sanitizers") == {"b": GREEN}
 
 
 def test_deadlines_pass_savings_on():
     parts = [part("a", 10.0), part("b", 30.0), part("c", 20.0)]
     assert conductor.deadlines(parts, 120.0) == [20.0, 80.0, 120.0]
     assert conductor.deadlines(parts[2:], 120.0) == [120.0]
-    assert sum(one.seconds for one in PARTS) == 480 and gpu._options([]).minutes == 8
+    assert sum(one.seconds for one in PARTS if not one.named) == 480 and gpu._options([]).minutes == 8
 
 
 def test_time_over_and_the_same_command_continues(tmp_path, capsys):
@@ -183,7 +229,10 @@ def test_a_machine_that_cannot_be_read(capsys):
 def test_list(capsys):
     assert gpu.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == "environment build contract repeats memory limits speed".split()
+    assert [
+        line.split()[0] for line in lines
+    ] == "environment build contract repeats memory limits speed sanitizers".split()
+    assert lines[-1].endswith("only where --part names it")
 
 
 def test_what_an_ended_process_started_ends_too(tmp_path, monkeypatch):

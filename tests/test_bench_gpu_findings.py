@@ -1,6 +1,7 @@
 """What `python -m bench.gpu` finds and how it says it: tools, speeds, refusals, predictions, the table."""
 
 import itertools
+import json
 import os
 import sys
 import time
@@ -11,10 +12,11 @@ from subprocess import Popen
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import measure, record, shapes, timing
 from bench.gpu import __main__ as gpu
-from bench.gpu import attention, build, contract, limits, machine, memory, speed, table
+from bench.gpu import attention, build, contract, limits, machine, sanitizers, speed, table
 from bench.gpu.part import GREEN, RED, UNAVAILABLE, NotYetError, Part, Room, work
 from bench.gpu.parts import PARTS
 from bench.gpu.subjects import STEMS, SUBJECTS
@@ -52,7 +54,7 @@ def test_no_compiler_and_no_sanitizer_are_said(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     room = Room(tmp_path, NOW, time.monotonic() + 9)
     assert build.Extensions(room).end() == {"state": UNAVAILABLE, "why": "no C++ compiler: c++ is not found"}
-    assert memory.sanitize("memcheck", "layer_norm", room)["why"] == "compute-sanitizer is not found"
+    assert sanitizers.sanitize("memcheck", NORMS, room)["why"] == "compute-sanitizer is not found"
 
 
 @pytest.mark.parametrize(
@@ -68,50 +70,76 @@ def test_what_a_sanitizer_says(monkeypatch, tmp_path, words, code, state):
     program.write_text(f"#!/bin/sh\necho '{words}'\nexit {code}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = memory.sanitize("memcheck", "layer_norm", Room(tmp_path, NOW, time.monotonic() + 9))
-    assert found.get("state", GREEN) == state
+    room = Room(tmp_path, NOW, time.monotonic() + 9)
+    assert sanitizers.sanitize("memcheck", NORMS, room).get("state", GREEN) == state
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    late = sanitizers.sanitize("memcheck", NORMS, replace(room, deadline=time.monotonic() + 1))
+    assert late["state"] == UNAVAILABLE and late["unfinished"], "the next run tries again"
 
 
-def proven(room, **contract):
-    """Files of a proof whose contract holds items by key -> (op, state)."""
-    for key, (op, state) in contract.items():
+def proven(room, contract, stems=STEMS):
+    """Files of a proof whose contract holds items: (backend, op) -> state; of the norms, and of all for those stems."""
+    for (backend, op), state in contract.items():
         why = {"why": "C1 broken"} if state == RED else {"C1": 0.25, "dtype": "bf16"}
-        record.Results(room.folder / "contract.json", NOW).add({"key": key, "op": op, "state": state, **why})
+        named = {"key": f"{backend} {op}-1", "op": op, "stem": "layer_norm", "backend": backend}
+        room.results("contract").add({**named, "state": state, **why})
     results = room.results("contract")
-    results.data["complete"] = list(STEMS)
+    results.data["complete"] = list(stems)
     results.write()
     names = [f"copy {size}" for size in limits.COPY_BYTES] + [f"matrix {dtype}" for dtype in limits.MATRIX]
     for name in names:
         room.results("limits").add({"key": name, "op": "", "state": GREEN, "rate": 4e12, "seconds": 0.1})
 
 
-def test_a_red_contract_gets_no_speed(tmp_path, monkeypatch):
-    timed = []
+def test_what_is_red_gets_no_speed(tmp_path, monkeypatch):
+    """Of an op that one backend has wrong the others are timed; a backend whose race was found has no op timed."""
+    timed = {}
     monkeypatch.setattr(speed, "launch_cost", lambda *_: {})
-    monkeypatch.setattr(speed, "_measure", lambda group, *_: timed.append(group.case.op) or {})
+    monkeypatch.setattr(speed, "_measure", lambda group, *rest: timed.update({group.case.op: rest[-1]}) or {})
     room = Room(tmp_path, NOW, time.monotonic() + 60, SUBJECTS)
     work(SPEED, room)
     assert room.results("speed").data["groups"] == [], "nothing is timed before the limits and the contract"
-    ops = {name: (name, GREEN) for name in ("layer_norm", "add_layer_norm", "add_rms_norm")}
-    proven(room, **ops, other=("add_layer_norm", RED))
+    both = ("triton", "cuda")
+    contract_ = {(backend, op): GREEN for backend in both for op in ("layer_norm", "add_layer_norm", "add_rms_norm")}
+    contract_ |= {("cuda", "layer_norm"): RED, **{(backend, "add_rms_norm"): RED for backend in both}}
+    proven(room, contract_)
+    race = {"key": "triton ffn racecheck", "op": "", "stem": "ffn", "backend": "triton"}
+    room.results("sanitizers").add({**race, "state": RED, "why": "a hazard"})
     work(SPEED, room)
-    assert set(timed) == {"layer_norm", "add_rms_norm"}
+    because = "not timed, because contract: "
+    assert timed == {"layer_norm": {"cuda": f"{because}cuda layer_norm-1 is red"}, "add_layer_norm": {}}
     found = {item["key"]: item for item in room.results("speed").data["groups"]}
     refused = {item["op"]: item["why"] for item in found.values() if item["state"] == UNAVAILABLE}
-    absent = {case.op for subject in SUBJECTS for case in subject.speed.cases} - set(ops)
-    assert "rms_norm" in absent and refused == {
-        "add_layer_norm": "not timed, because contract: other is red",
-        **{op: f"not timed, because contract: there is no case of {op}" for op in absent},
+    no_case = {op: "; ".join(f"{because}there is no case of {op} on {b}" for b in both) for op in refused}
+    assert refused == {
+        **no_case,
+        "add_rms_norm": f"{because}triton add_rms_norm-1 is red; {because}cuda add_rms_norm-1 is red",
+        "ffn": f"not timed, because sanitizers: triton ffn racecheck is red; {because}there is no case of ffn on cuda",
     }
+    assert {"rms_norm", "attention", "attention_varlen"} < set(refused)
     assert not any("rows" in item for item in found.values() if item["state"] == UNAVAILABLE)
     assert set(room.results("speed").data["predicted"]) == {
         group.key for subject in SUBJECTS for group in groups(subject.speed)
     }
 
 
+def test_the_headlines_of_what_is_proven_are_timed_first(tmp_path, monkeypatch):
+    timed = []
+    monkeypatch.setattr(speed, "launch_cost", lambda *_: {})
+    monkeypatch.setattr(speed, "_measure", lambda group, *_: timed.append(group) or {})
+    room = Room(tmp_path, NOW, time.monotonic() + 60, SUBJECTS)
+    ops = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
+    proven(room, {("triton", op): GREEN for op in ops}, stems=["layer_norm"])
+    work(SPEED, room)
+    assert {group.case.op for group in timed} == set(ops), "attention and ffn wait for their contract"
+    headlines = [group.case.headline for group in timed]
+    assert headlines == sorted(headlines, reverse=True) and any(headlines) and not all(headlines)
+    assert not room.finished("speed")
+
+
 def test_predictions_are_written_before_they_are_measured(tmp_path, monkeypatch):
     room = Room(tmp_path, NOW, time.monotonic() + 60, SUBJECTS)
-    proven(room, a=("layer_norm", GREEN))
+    proven(room, {("triton", op): GREEN for op in ("layer_norm", "add_layer_norm")})
     seen = []
     monkeypatch.setattr(speed, "launch_cost", lambda *_: {})
     monkeypatch.setattr(speed, "_measure", lambda group, *_: seen.append(room.results("speed").data["predicted"]) or {})
@@ -165,15 +193,18 @@ def test_a_group_is_timed_on_the_device(kind, monkeypatch):
     group = Group(bench_layer_norm.SUBJECT, shapes.Norm(op="add_rms_norm", rows=4, features=8), "float32", kind)
     predicted = {group.key: dict.fromkeys(group.directions, 1e-6)}
     peak = {"copy": {"1": 1e12}, "matrix": {"float32": 1e12}}
-    found = speed._measure(group, peak, predicted, "cpu")
+    found = speed._measure(group, peak, predicted, "cpu", {})
     rows = {(row["implementation"], row["direction"]): row for row in found["rows"]}
     assert {direction for _, direction in rows} == set(group.directions) and "state" not in found
     for row in rows.values():
         assert row["predicted"] == 1e-6 and row["rounds"] == 2 and row["limit"] == pytest.approx(row["bytes"] / 1e12)
     if kind == "train":
         assert all(rows[name, "both"]["median"] > rows[name, "backward"]["median"] for name, _ in rows)
+    barred = speed._measure(group, peak, predicted, "cpu", {"cpu": "it is red"})
+    assert barred["chosen"] == "cpu" and barred["unavailable"]["auto"] == "it is red" and "state" not in barred
+    assert {row["implementation"] for row in barred["rows"]} == {"torch", "aten"}
     monkeypatch.setattr(measure.gate, "refusal", lambda *_: "y: C1 broken")
-    found = speed._measure(group, peak, predicted, "cpu")
+    found = speed._measure(group, peak, predicted, "cpu", {})
     assert (
         found["state"] == RED
         and "C1 broken" in found["why"]
@@ -220,14 +251,17 @@ def test_the_extensions_are_built_beside_the_rest(tmp_path, monkeypatch):
     work(part, room)
     found = {item["key"]: item for item in room.results("build").data["groups"]}
     assert [found[f"triton {stem}"]["begun"] for stem in STEMS] == [1, 2, 3] and len(set(begun)) == 1
-    assert "complete" not in room.results("build").data
+    assert not room.finished("build")
     monkeypatch.setattr(_library, "cuda_extension", None)
+    ready = []
     with pytest.raises(NotYetError, match="the extensions are not built"):
-        next(contract.items(room, room.results("contract")))
+        for item in contract.items(room, room.results("contract")):
+            ready.append(item.backend)
+    assert set(ready) == {"triton"}
     monkeypatch.setattr(build.Extensions, "end", lambda self: {})
     work(part, room)
     assert [item["state"] for item in room.results("build").data["groups"]] == [GREEN] * 5
-    assert set(room.results("build").data["complete"]) == set(STEMS) and room.built() == SUBJECTS
+    assert room.finished("build") and tuple(room.built()) == SUBJECTS
 
 
 def test_extensions_that_take_too_long(tmp_path, monkeypatch):
@@ -235,6 +269,39 @@ def test_extensions_that_take_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(build.subprocess, "Popen", sleeps)
     found = build.Extensions(Room(tmp_path, NOW, time.monotonic())).end()
     assert found["state"] == UNAVAILABLE and found["unfinished"] and "before the part had to end" in found["why"]
+
+
+def test_files_are_written_as_json_writes_them(tmp_path):
+    """Groups are encoded once each; the bytes are those of one call, and a group that is replaced is written anew."""
+    path = tmp_path / "contract.json"
+    results = record.Results(path, NOW)
+    results.write()
+    assert path.read_text() == json.dumps(results.data, indent=1) + "\n"
+    for key, words in (("a", 'say "groups": []'), ("b", "two\nlines"), ("a", "again")):
+        results.data["more"] = {"of": words}
+        results.add({"key": key, "why": words, "rows": [1, {"x": None}]})
+        assert path.read_text() == json.dumps(results.data, indent=1) + "\n"
+    assert [group["why"] for group in record.Results(path, NOW).data["groups"]] == ["two\nlines", "again"]
+
+
+def speed_groups():
+    found = {group.key: (subject, group) for subject in SUBJECTS for group in groups(subject.speed)}
+    return [pytest.param(*both, id=key) for key, both in found.items() if both[1].kind == "infer"]
+
+
+@pytest.mark.parametrize("subject, group", speed_groups())
+def test_peers_run_where_the_arguments_are(subject, group):
+    """On tensors of a GPU that is not there, whose operators refuse any other device."""
+    with FakeTensorMode():
+        case = subject.speed.proof(group.case)
+        given = {
+            name: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cuda") if torch.is_tensor(t) else t
+            for name, t in subject.speed.arguments(case, group.dtype).items()
+        }
+        function, leaves = subject.speed.eager(case, given)
+        result = function(**leaves)
+    results = result if isinstance(result, tuple) else (result,)
+    assert {t.device.type for t in (*leaves.values(), *results)} == {"cuda"}
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

@@ -2,6 +2,7 @@
 
 python -m bench.gpu                      all parts in order; files go to bench/results/<device>/<part>.json
 python -m bench.gpu --part contract      one part; may be repeated
+python -m bench.gpu --part sanitizers    NVIDIA's compute-sanitizer on the smallest calls, a second run of its own
 python -m bench.gpu --minutes 4          less time; the same command continues where it ended
 python -m bench.gpu --report FOLDER      prints the table of finished files; needs no GPU
 
@@ -47,7 +48,8 @@ def main(
     if wrong is not None:
         return _refuse(wrong)
     if options.list:
-        print("\n".join(f"{part.name:12} {part.seconds:4.0f} s  {part.about}" for part in parts))
+        named = {True: "; only where --part names it", False: ""}
+        print("\n".join(f"{part.name:12} {part.seconds:4.0f} s  {part.about}{named[part.named]}" for part in parts))
         return GREEN
     if options.report is not None:
         files = {name: file for name, file in record.load(options.report).items() if name in names}
@@ -58,7 +60,7 @@ def main(
     if "refusal" in now:
         return _refuse(now["refusal"])
     folder = options.out or record.RESULTS / now["device"]
-    chosen = [part for part in parts if not options.part or part.name in options.part]
+    chosen = [part for part in parts if (part.name in options.part if options.part else not part.named)]
     subjects = [subject for subject in SUBJECTS if not options.op or subject.stem in options.op]
     room = Room(folder, now, time.monotonic(), subjects)
     for part in chosen:
@@ -77,7 +79,7 @@ def main(
 
 
 def _report(files: dict[str, dict[str, Any]], parts: Sequence[str], stems: Sequence[str]) -> int:
-    print(table.render(files, parts))
+    print(table.render(files, parts, stems))
     late = table.unfinished(files, parts, stems)
     if table.red(files):
         return RED

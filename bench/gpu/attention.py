@@ -124,9 +124,9 @@ def _speed() -> tuple[Attention, ...]:
     )
 
 
-def _arguments(case: Attention, dtype: str) -> dict[str, Any]:
+def _arguments(case: Attention, dtype: str, device: str = "cpu") -> dict[str, Any]:
     """With a seed, so that the kernels are timed and not torch's generator."""
-    given = bench_attention.arguments(case, dtype)
+    given = bench_attention.arguments(case, dtype, device)
     return {**given, "seed": torch.tensor(SEED)} if case.dropout_p else given
 
 

@@ -11,10 +11,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .part import DEVICE_LOST, RED, Part, Room, work
+from .part import DEVICE_LOST, RED, Item, Part, Room, work
 
 GRACE = 15.0  # seconds that an item may take beyond its part's deadline before its process is ended
 HANGING = 60.0  # seconds from which an item that had to be ended is red; a shorter one runs again next time
+_LOOK = 0.2  # seconds between two looks at how long an item takes
 
 # Forked, not spawned: torch is imported once. The parent must never touch CUDA, or its children could not.
 _processes = multiprocessing.get_context("fork")
@@ -54,35 +55,55 @@ def conduct(parts: Sequence[Part], room: Room, seconds: float, say: Callable[[st
         say: prints a line.
     """
     start = time.monotonic()
-    for part, end in zip(parts, deadlines(parts, seconds), strict=True):
+
+    def run(part: Part, end: float) -> None:
         began = time.monotonic()
         say(f"-- {part.name}: {part.about} (until {end:.0f} s)")
         _run(part, replace(room, deadline=start + end))
         say(f"-- {part.name}: {time.monotonic() - began:.0f} s")
 
+    for part, end in zip(parts, deadlines(parts, seconds), strict=True):
+        run(part, end)
+    for part in parts:  # what ran out of time, or waited for such a part, has what the others left
+        if time.monotonic() < start + seconds and not room.finished(part.name):
+            run(part, seconds)
+
 
 def _run(part: Part, room: Room) -> None:
     """One part, in as many processes as its items break."""
     while True:
+        room.note(part.name, None)
         child = _processes.Process(target=_begin, args=(part, room))
         child.start()
         with suppress(OSError):  # by whoever comes first, the child or we
             os.setpgid(child.pid or 0, child.pid or 0)
         try:
-            child.join(max(0.0, room.left()) + GRACE)
+            _watch(child, part, room)
         finally:
-            late = child.exitcode is None
+            ended = child.exitcode is not None
             with suppress(ProcessLookupError):  # with all that it started: compilers, compute-sanitizer
                 os.killpg(child.pid or 0, signal.SIGKILL)
             child.join()
-        if child.exitcode == 0 and not late:
+        if child.exitcode == 0 and ended:
             return
-        if child.exitcode != DEVICE_LOST:
-            _bury(part, room, None if late else child.exitcode)
+        if child.exitcode != DEVICE_LOST or not ended:
+            _bury(part, room, child.exitcode if ended else None)
             if room.results(part.name).has(_itself(part)):
                 return
-        if late or room.left() <= 0:
+        if room.left() <= 0:
             return
+
+
+def _watch(child: Any, part: Part, room: Room) -> None:
+    """Waits until a part's process ends, hangs, or is late."""
+    while room.left() + GRACE > 0:
+        child.join(min(_LOOK, room.left() + GRACE))
+        if child.exitcode is not None or _age(room.running(part.name)) > part.patience:
+            return
+
+
+def _age(running: dict[str, Any] | None) -> float:
+    return time.monotonic() - running["since"] if running else 0.0
 
 
 def _begin(part: Part, room: Room) -> None:
@@ -93,18 +114,14 @@ def _begin(part: Part, room: Room) -> None:
 
 def _bury(part: Part, room: Room, exitcode: int | None) -> None:
     """Records what a process died of: the item that was running, or the part itself where none was."""
-    results = room.results(part.name)
-    running = results.data.pop("running", None)
+    running = room.running(part.name)
+    room.note(part.name, None)
+    item = {name: value for name, value in (running or Item(_itself(part), dict).name).items() if name != "since"}
     if exitcode is not None:
         how = f"signal {-exitcode}" if exitcode < 0 else f"exit code {exitcode}"
-        item = running or {"key": _itself(part), "op": ""}
-        results.add({"key": item["key"], "op": item["op"], "state": RED, "why": f"its process ended by {how}"})
-        return
-    if running is not None and time.time() - running["since"] > HANGING:
-        why = f"did not end within {time.time() - running['since']:.0f} s"
-        results.add({"key": running["key"], "op": running["op"], "state": RED, "why": why})
-    else:
-        results.write()
+        room.results(part.name).add({**item, "state": RED, "why": f"its process ended by {how}"})
+    elif _age(running) > min(part.patience, HANGING):
+        room.results(part.name).add({**item, "state": RED, "why": f"did not end within {_age(running):.0f} s"})
 
 
 def _itself(part: Part) -> str:

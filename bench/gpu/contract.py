@@ -19,10 +19,9 @@ from .part import Item, Room
 def items(room: Room, results: Results) -> Iterator[Item]:
     for subject in room.built():
         for case in subject.cases():
-            yield Item(f"{subject.backend} {case.id}", partial(_judge, case, subject.backend, room.device), case.op)
+            yield subject.item(case.id, partial(_judge, case, subject.backend, room.device), case.op)
         for name, check in subject.checks.items():
-            op = name.split()[0]
-            yield Item(f"{subject.backend} {name}", partial(_check, check, room.device), op)
+            yield subject.item(name, partial(_check, check, room.device), name.split()[0])
 
 
 def _judge(case: Case, backend: str, device: str) -> dict[str, Any]:

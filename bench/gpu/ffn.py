@@ -126,9 +126,9 @@ def _speed() -> tuple[Ffn, ...]:
     )
 
 
-def _arguments(case: Ffn, dtype: str) -> dict[str, Any]:
+def _arguments(case: Ffn, dtype: str, device: str = "cpu") -> dict[str, Any]:
     """With a seed, so that the kernels are timed and not torch's generator."""
-    given = bench_ffn.arguments(case, dtype)
+    given = bench_ffn.arguments(case, dtype, device)
     return {**given, "seed": torch.tensor(SEED)} if case.dropout_p else given
 
 

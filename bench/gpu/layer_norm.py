@@ -123,9 +123,9 @@ def _speed() -> tuple[Norm, ...]:
     )
 
 
-def _arguments(case: Norm, dtype: str) -> dict[str, Any]:
+def _arguments(case: Norm, dtype: str, device: str = "cpu") -> dict[str, Any]:
     """With a seed, so that the kernels are timed and not torch's generator."""
-    given = bench_layer_norm.arguments(case, dtype)
+    given = bench_layer_norm.arguments(case, dtype, device)
     return {**given, "seed": torch.tensor(SEED)} if case.dropout_p else given
 
 

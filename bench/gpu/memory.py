@@ -1,11 +1,11 @@
-"""No byte outside of a tensor: guards around every tensor, offsets beyond 2**31, and NVIDIA's compute-sanitizer."""
+"""No byte outside of a tensor: guards around every tensor, and offsets beyond 2**31.
+
+Guards lie around what Python allocates: all that a Triton kernel has, and a CUDA kernel's arguments. A CUDA kernel's
+results come from its C++ binding, and who writes beside those is found by compute-sanitizer (the part sanitizers).
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,32 +15,22 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench import record
 from bench.record import Results
 from tfm_kernels.testing import run
 
-from .part import RED, UNAVAILABLE, Item, Room
+from .part import Item, Room
 from .repeats import assert_same
 
 GUARD = 4096  # bytes on either side; at least a multiple of 16, so that a tensor lies as aligned as without
 FILLS = (0x00, 0xFF)  # 0xFF..FF is NaN in every floating type, and -1
-TOOLS = ("memcheck", "racecheck", "synccheck")
-_BROKEN = 9  # compute-sanitizer's exit code where it found something
-_UNUSABLE = ("Device not supported", "No attachable process", "Failed to initialize", "not supported on this device")
 
 
 def items(room: Room, results: Results) -> Iterator[Item]:
     for subject in room.built():
         for name, (op, inputs) in subject.branches(room.device).items():
-            yield Item(
-                f"{subject.backend} {name} between guards", partial(guarded_call, op, inputs, subject.backend), op
-            )
+            yield subject.item(f"{name} between guards", partial(guarded_call, op, inputs, subject.backend), op)
         for name, check in subject.large.items():
-            yield Item(f"{subject.backend} {name}", partial(_large, check, room.device), name.split()[0])
-    stems = dict.fromkeys(subject.stem for subject in room.subjects)
-    pairs = [(tool, stem) for tool in TOOLS for stem in stems]
-    for place, (tool, stem) in enumerate(pairs):
-        yield Item(f"{tool} {stem}", partial(sanitize, tool, stem, room, len(pairs) - place))
+            yield subject.item(name, partial(_large, check, room.device), name.split()[0])
 
 
 def guarded_call(op: str, inputs: Mapping[str, Any], backend: str) -> dict[str, Any]:
@@ -87,36 +77,3 @@ def _large(check: Any, device: str) -> dict[str, Any]:
     check(device)
     torch.cuda.empty_cache()
     return {}
-
-
-def sanitize(tool: str, stem: str, room: Room, sharing: int = 1) -> dict[str, Any]:
-    """The smallest call of each branch under compute-sanitizer, each tensor in an allocation of its own.
-
-    Args:
-        tool: one of TOOLS.
-        stem: the op's.
-        room: the part's.
-        sharing: how many such runs share the time that is left, this one counted in.
-    """
-    program = shutil.which("compute-sanitizer")
-    if program is None:
-        return {"state": UNAVAILABLE, "why": "compute-sanitizer is not found"}
-    command = [program, "--tool", tool, "--error-exitcode", str(_BROKEN), sys.executable]
-    command += ["-m", "bench.gpu.sanitized", stem]
-    limit = max(room.left() / sharing, 1.0)
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    try:
-        done = subprocess.run(command, cwd=record.ROOT, env=environment, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"state": UNAVAILABLE, "why": f"did not end within the {limit:.0f} s that were left"}
-    words = done.stdout + done.stderr
-    if done.returncode == 0 and "ran every branch" in words:
-        return {}
-    if _unusable(words):
-        return {"state": UNAVAILABLE, "why": next(line for line in words.splitlines() if _unusable(line))[:300]}
-    return {"state": RED, "why": words[-2000:]}
-
-
-def _unusable(words: str) -> bool:
-    """Whether compute-sanitizer says that it cannot run here."""
-    return any(sign in words for sign in _UNUSABLE)

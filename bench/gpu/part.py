@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from bench.progress import Progress
 from bench.record import Results
 from tfm_kernels import _library
 
+from .item import Item
 from .subject import GpuSubject
 
 GREEN, RED, UNAVAILABLE = "green", "red", "unavailable"
@@ -23,23 +27,7 @@ _SAY_EVERY = 10.0  # seconds
 
 
 class NotYetError(Exception):
-    """Raised by a part's items: what it builds on is not finished; the words say what."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """One thing to find out.
-
-    Attributes:
-        key: its name, unique in the part; a resumed run skips the keys that the file holds.
-        run: returns what to record of it, with "state" UNAVAILABLE where it cannot be found out here. What it raises
-            makes it red.
-        op: the public function that it judges, "" for none.
-    """
-
-    key: str
-    run: Callable[[], dict[str, Any]]
-    op: str = ""
+    """Raised by a part's items where the others wait for what is not finished; the words say what."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +52,35 @@ class Room:
         """The file of a part, continued where sources, torch and GPU are the same."""
         return Results(self.folder / f"{part}.json", self.now)
 
-    def built(self) -> Sequence[GpuSubject]:
-        """The subjects; raises NotYetError where the extension that one of them needs is still to be built."""
-        waits = any(subject.backend == "cuda" for subject in self.subjects) and _library.cuda_extension is None
-        if waits and not self.results("build").has("extensions"):
+    def finished(self, part: str) -> bool:
+        """Whether a part came to its end for every op under test."""
+        return {subject.stem for subject in self.subjects} <= set(self.results(part).data.get("complete", ()))
+
+    def running(self, part: str) -> dict[str, Any] | None:
+        """The names of the item that a part's process is at, and "since", time.monotonic(); None between items."""
+        with suppress(OSError, ValueError):
+            return json.loads(self._note(part).read_text())
+        return None
+
+    def note(self, part: str, item: Item | None) -> None:
+        """Writes down what a part's process is at: should it take the process with it, others can tell."""
+        if item is None:
+            self._note(part).unlink(missing_ok=True)
+            return
+        partial = self._note(part).with_suffix(".partial-note")
+        partial.write_text(json.dumps({**item.name, "since": time.monotonic()}))
+        partial.replace(self._note(part))
+
+    def _note(self, part: str) -> Path:
+        return self.folder / f"{part}.running"
+
+    def built(self) -> Iterator[GpuSubject]:
+        """The subjects; raises NotYetError at the end where some need an extension that is still to be built."""
+        absent = _library.cuda_extension is None and not self.results("build").has("extensions")
+        ready = [subject for subject in self.subjects if not (absent and subject.backend == "cuda")]
+        yield from ready
+        if len(ready) < len(self.subjects):
             raise NotYetError("the extensions are not built")
-        return self.subjects
 
     def left(self) -> float:
         """Seconds until the deadline."""
@@ -85,46 +96,54 @@ class Part:
         about: one line for --list.
         seconds: its share of the whole time; what it leaves goes to the parts behind it.
         items: (room, results) -> its items, in order; results is the part's own file.
+        patience: seconds from which an item hangs: its process is ended, it is red, and the rest goes on in a new one.
+        named: it runs only where --part names it.
     """
 
     name: str
     about: str
     seconds: float
     items: Callable[[Room, Results], Iterable[Item]]
+    patience: float = float("inf")
+    named: bool = False
 
 
 def work(part: Part, room: Room) -> None:
-    """Runs what the part's file does not hold yet, until it is complete or the time is over.
-
-    The file names the item that is running: should it take the process with it, whoever started the process can tell.
-    """
+    """Runs what the part's file does not hold yet, until it is complete or the time is over."""
     _library.load_again()  # this process began before the build part ended
     results = room.results(part.name)
+    pending, waits = [], False
     try:
-        pending = [item for item in part.items(room, results) if not results.has(item.key)]
+        for item in part.items(room, results):
+            if not results.has(item.key):
+                pending.append(item)
     except NotYetError as reason:
         print(f"{part.name}: {reason}", flush=True)
-        return
+        waits = True
+    left = Counter(item.stem for item in pending)
+
+    def settle() -> None:
+        if not waits and not left[""]:
+            done = {subject.stem for subject in room.subjects if not left[subject.stem]}
+            results.data["complete"] = sorted(done.union(results.data.get("complete", ())))
+
+    settle()
     progress, said = Progress(pending, "item"), time.monotonic()
     for item in progress:
         if room.left() <= 0:
             results.write()
             return
-        results.data["running"] = {"key": item.key, "op": item.op, "since": time.time()}
-        results.write()
+        room.note(part.name, item)
         record = run(item)
-        del results.data["running"]
+        room.note(part.name, None)
+        left[item.stem] -= not record.get("unfinished")
+        settle()
         results.add(record)
         if record["state"] == RED or time.monotonic() - said > _SAY_EVERY:
             said = time.monotonic()
             progress.say(f"{part.name}: {item.key}: {record['state']} {record.get('why', '')}".rstrip())
         if record["state"] == RED and device_lost():
             os._exit(DEVICE_LOST)
-    if any(group.get("unfinished") for group in results.data["groups"]):
-        results.write()
-        return
-    finished = {subject.stem for subject in room.subjects}
-    results.data["complete"] = sorted(finished.union(results.data.get("complete", ())))
     results.write()
 
 
@@ -137,13 +156,7 @@ def run(item: Item) -> dict[str, Any]:
         words = str(error).strip() or "no words"
         name = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         found = {"state": RED, "why": (name + words)[:2000]}
-    return {
-        "key": item.key,
-        "op": item.op,
-        "state": GREEN,
-        **found,
-        "seconds": round(time.perf_counter() - start, 3),
-    }
+    return {**item.name, "state": GREEN, **found, "seconds": round(time.perf_counter() - start, 3)}
 
 
 def device_lost() -> bool:

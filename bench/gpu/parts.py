@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from bench.record import Results
 
-from . import build, contract, limits, machine, memory, repeats, speed
+from . import build, contract, limits, machine, memory, repeats, sanitizers, speed
 from .part import Item, Part, Room
 
 
@@ -19,13 +19,15 @@ def _packages() -> dict[str, str | None]:
     return {name: machine.package(name) for name in ("torch", "triton", "ninja", "pybind11", "pytest", "numpy")}
 
 
+PATIENCE = 40.0  # seconds: a call of the contract takes one, and compiles for ten where the build was cut short
 # seconds of a run of 480; a part that ends early leaves the rest to those behind it
 PARTS = (
     Part("environment", "GPU, driver, tools, clocks as read", 5, _environment),
     Part("build", "compiles every kernel and launch, and the extensions", 170, build.items),
-    Part("contract", "the numeric contract, dropout masks", 85, contract.items),
-    Part("repeats", f"{repeats.REPEATS} runs and CUDA graph replays, bit for bit", 35, repeats.items),
-    Part("memory", "guards, more than 2**31 elements, compute-sanitizer", 70, memory.items),
+    Part("contract", "the numeric contract, dropout masks", 85, contract.items, PATIENCE),
+    Part("repeats", f"{repeats.REPEATS} runs and CUDA graph replays, bit for bit", 35, repeats.items, PATIENCE),
+    Part("memory", "guards, more than 2**31 elements", 40, memory.items, PATIENCE),
     Part("limits", "copy bandwidth and matrix rate", 10, limits.items),
-    Part("speed", "kernels and peers in turns", 105, speed.items),
+    Part("speed", "kernels and peers in turns", 135, speed.items),
+    Part("sanitizers", "the smallest calls under compute-sanitizer", 480, sanitizers.items, named=True),
 )

@@ -23,8 +23,8 @@ REPLAYS = 5
 def items(room: Room, results: Results) -> Iterator[Item]:
     for subject in room.built():
         for name, (op, inputs) in subject.branches(room.device).items():
-            yield Item(f"{subject.backend} {name} {REPEATS} times", partial(repeat, op, inputs, subject.backend), op)
-            yield Item(f"{subject.backend} {name} as a CUDA graph", partial(replay, op, inputs, subject.backend), op)
+            yield subject.item(f"{name} {REPEATS} times", partial(repeat, op, inputs, subject.backend), op)
+            yield subject.item(f"{name} as a CUDA graph", partial(replay, op, inputs, subject.backend), op)
 
 
 def repeat(op: str, inputs: Mapping[str, Any], backend: str, times: int = REPEATS) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""python -m bench.gpu.sanitized STEM: an op's smallest call of each branch, for compute-sanitizer to watch."""
+"""python -m bench.gpu.sanitized STEM BACKEND: the smallest call of each branch, for compute-sanitizer to watch."""
 
 import sys
 
@@ -9,11 +9,10 @@ from tfm_kernels.testing import run
 from .subjects import SUBJECTS
 
 
-def main(stem: str) -> None:
-    for subject in SUBJECTS:
-        if subject.stem == stem:
-            for op, inputs in subject.branches("cuda").values():
-                run(op, inputs, subject.backend)
+def main(stem: str, backend: str) -> None:
+    (subject,) = (one for one in SUBJECTS if (one.stem, one.backend) == (stem, backend))
+    for op, inputs in subject.branches("cuda").values():
+        run(op, inputs, backend)
     torch.cuda.synchronize()
     print("ran every branch")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from .subject import GpuSubject
 
 # one sample is about a millisecond, most of it flush and lead
 PLAN = timing.Plan(seconds=0.5, least=15, most=100)
-PROOFS = ("contract", "repeats", "memory")
+PROOFS = ("contract", "repeats", "memory", "sanitizers")
 CALLS = 200  # for the host's cost of a call
 
 
@@ -29,40 +29,49 @@ def items(room: Room, results: Results) -> Iterator[Item]:
     if machine_limits is None:
         raise NotYetError("the limits are not measured")
     predicted = results.data.setdefault("predicted", {})
-    listed = set()  # a group times all backends: the second subject of an op adds none
-    for subject in room.subjects:
-        if subject.stem not in room.results("contract").data.get("complete", ()):
-            raise NotYetError(f"the contract of {subject.stem} is not finished")
-        yield Item(f"{subject.backend} {subject.stem} launch", partial(launch_cost, subject, room.device))
+    proven = set(room.results("contract").data.get("complete", ()))
+    ready = [subject for subject in room.subjects if subject.stem in proven]
+    timed: dict[str, tuple[Group, list[GpuSubject]]] = {}  # a group times all backends of its op
+    for subject in ready:
+        yield subject.item(f"{subject.stem} launch", partial(launch_cost, subject, room.device))
         for group in groups(subject.speed):
-            if group.key in listed:
-                continue
-            listed.add(group.key)
+            timed.setdefault(group.key, (group, []))[1].append(subject)
             predicted[group.key] = {d: subject.predicted(group, d, machine_limits) for d in group.directions}
-            why = refusal(room, group.case.op)
-            run = partial(_refuse, why) if why else partial(_measure, group, machine_limits, predicted, room.device)
-            yield Item(group.key, run, group.case.op)
+    files = {part: room.results(part).data["groups"] for part in PROOFS}
+    for group, subjects in sorted(timed.values(), key=lambda found: not found[0].case.headline):
+        whys = {subject.backend: refusal(files, group.case.op, subject) for subject in subjects}
+        barred = {backend: f"not timed, because {why}" for backend, why in whys.items() if why is not None}
+        run = partial(_measure, group, machine_limits, predicted, room.device, barred)
+        if len(barred) == len(subjects):
+            run = partial(dict, state=UNAVAILABLE, why="; ".join(dict.fromkeys(barred.values())))
+        yield Item(group.key, run, group.case.op, subjects[0].stem)
+    late = dict.fromkeys(subject.stem for subject in room.subjects if subject.stem not in proven)
+    if late:
+        raise NotYetError(f"the contract of {', '.join(late)} is not finished")
 
 
-def refusal(room: Room, op: str) -> str | None:
-    """None where the op is proven on this GPU, else one sentence why its speed is not taken."""
-    for part in PROOFS:
-        results = room.results(part)
-        red = [item for item in results.data["groups"] if item["state"] == RED and item["op"] in (op, "")]
+def refusal(files: Mapping[str, Sequence[Mapping[str, Any]]], op: str, subject: GpuSubject) -> str | None:
+    """None where a backend's op is proven on this GPU, else what its speed is not taken for; files: by part, items."""
+
+    def judges(item: Mapping[str, Any]) -> bool:
+        return (
+            item["op"] in (op, "") and item["stem"] in (subject.stem, "") and item["backend"] in (subject.backend, "")
+        )
+
+    for part, items in files.items():
+        red = [item for item in items if item["state"] == RED and judges(item)]
         if red:
             return f"{part}: {red[0]['key']} is red"
-    if not any(item["state"] == GREEN and item["op"] == op for item in room.results("contract").data["groups"]):
-        return f"contract: there is no case of {op}"
+    if not any(item["state"] == GREEN and item["op"] == op and judges(item) for item in files["contract"]):
+        return f"contract: there is no case of {op} on {subject.backend}"
     return None
 
 
-def _refuse(why: str) -> dict[str, Any]:
-    return {"state": UNAVAILABLE, "why": f"not timed, because {why}"}
-
-
-def _measure(group: Group, machine_limits: dict, predicted: dict, device: str) -> dict[str, Any]:
+def _measure(
+    group: Group, machine_limits: dict, predicted: dict, device: str, barred: Mapping[str, str]
+) -> dict[str, Any]:
     before = machine.clocks()
-    found = measure.measure(group, PLAN, machine_limits, DeviceRunner, device)
+    found = measure.measure(group, PLAN, machine_limits, DeviceRunner, device, barred)
     torch.cuda.empty_cache()
     for row in found["rows"]:
         row["predicted"] = predicted[group.key][row["direction"]]
@@ -111,8 +120,7 @@ def launch_cost(subject: GpuSubject, device: str) -> dict[str, Any]:
     """Seconds of host time of a small call: the first in a process (from Triton's cache on disk), and a warm one."""
     case = min(subject.speed.cases, key=lambda case: subject.speed.bytes_moved(case, 1, "forward"))
     case = subject.speed.proof(case)
-    inputs = subject.speed.arguments(case, case.dtypes[0])
-    given = gate.on(device, inputs)
+    given = gate.on(device, subject.speed.arguments(case, case.dtypes[0], device))
     op, found = getattr(ops, case.op), {}
     with torch.no_grad():
         for backend in (subject.backend, "aten"):

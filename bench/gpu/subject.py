@@ -8,6 +8,8 @@ from typing import Any
 
 from bench.subject import Group, Subject
 
+from .item import Item
+
 Inputs = Mapping[str, Any]
 
 
@@ -34,3 +36,7 @@ class GpuSubject:
     large: Mapping[str, Callable[[str], None]]
     speed: Subject
     predicted: Callable[[Group, str, Mapping[str, Any]], float]
+
+    def item(self, name: str, run: Callable[[], dict[str, Any]], op: str = "") -> Item:
+        """One thing to find out about it; op: the public function, "" for all of them."""
+        return Item(f"{self.backend} {name}", run, op, self.stem, self.backend)

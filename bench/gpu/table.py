@@ -13,14 +13,15 @@ PEERS = ("torch", "flash", "efficient", "cudnn", "math", "torch.compile", "aten"
 _SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
-def render(files: Files, parts: Sequence[str]) -> str:
+def render(files: Files, parts: Sequence[str], stems: Sequence[str]) -> str:
     """The whole report.
 
     Args:
         files: part -> its file's content.
         parts: the parts that the proof has, in order.
+        stems: of the ops that it is of.
     """
-    blocks = [_head(files), "\n".join(_part_lines(files, parts))]
+    blocks = [_head(files), "\n".join(_part_lines(files, parts, unfinished(files, parts, stems)))]
     blocks += ["\n".join(lines) for lines in (_red_lines(files), _speed_lines(files)) if lines]
     return "\n\n".join(blocks)
 
@@ -43,7 +44,7 @@ def _head(files: Files) -> str:
     )
 
 
-def _part_lines(files: Files, parts: Sequence[str]) -> Iterator[str]:
+def _part_lines(files: Files, parts: Sequence[str], late: Sequence[str]) -> Iterator[str]:
     for part in parts:
         if part not in files:
             yield f"{part:12} not run"
@@ -51,7 +52,7 @@ def _part_lines(files: Files, parts: Sequence[str]) -> Iterator[str]:
         states = [item["state"] for item in files[part]["groups"]]
         counts = ", ".join(f"{states.count(s)} {s}" for s in (GREEN, RED, UNAVAILABLE) if s in states) or "nothing yet"
         seconds = sum(item.get("seconds", 0.0) for item in files[part]["groups"])
-        yield f"{part:12} {counts}, {seconds:.0f} s{'' if files[part].get('complete') else '; NOT FINISHED'}"
+        yield f"{part:12} {counts}, {seconds:.0f} s{'; NOT FINISHED' if part in late else ''}"
         whys: dict[str, list[str]] = {}
         for item in files[part]["groups"]:
             if item["state"] == UNAVAILABLE:

@@ -13,14 +13,13 @@ import torch.nn.functional as F
 
 from bench import replay
 from bench.shapes import GRID, Attention
-from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject
+from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, drawer
 from tfm_kernels import Mask
 
 
-def arguments(case: Attention, dtype: str) -> dict[str, Any]:
+def arguments(case: Attention, dtype: str, device: str = "cpu") -> dict[str, Any]:
     """Tensors as projections leave them: (B, T, H, D) in memory, seen as (B, H, T, D); packed ones (total, H, D)."""
-    generator = torch.Generator().manual_seed(case.queries * 10007 + case.kv_length)
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(getattr(torch, dtype))  # noqa: E731
+    draw = drawer(case.queries * 10007 + case.kv_length, dtype, device)
     if case.packed:
         given = _packed(case, draw)
     else:
@@ -53,16 +52,17 @@ def eager(case: Attention, given: Mapping[str, Any]) -> Eager:
     Packed calls meet SDPA on tensors that are padded already: what a model without packing runs.
     """
     leaves = {name: given[name] for name in ("query", "key", "value")}
+    device = given["query"].device
     if case.packed:
         shape = (case.batch, case.heads, case.queries, case.dim)
-        leaves = {name: torch.randn(shape).to(value.dtype) for name, value in leaves.items()}
+        leaves = {name: torch.randn(shape, device=device).to(value.dtype) for name, value in leaves.items()}
     attend = None
     if case.padded or case.packed:
         mask = Mask.lengths(torch.tensor(case.lengths))
-        attend = mask.dense(case.batch, 1, 1, case.kv_length)
+        attend = mask.dense(case.batch, 1, 1, case.kv_length, device)
         if case.causal:
             mask = mask & Mask.causal()
-            attend = mask.dense(case.batch, 1, case.queries, case.kv_length).contiguous()
+            attend = mask.dense(case.batch, 1, case.queries, case.kv_length, device).contiguous()
     options = {"is_causal": case.causal and attend is None, "enable_gqa": case.kv_heads != case.heads}
 
     def attention(query, key, value, bias=None):

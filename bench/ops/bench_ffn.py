@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from bench import replay
 from bench.shapes import GRID, Ffn
-from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject
+from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, drawer
 
 _ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -22,22 +22,18 @@ _ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def arguments(case: Ffn, dtype: str) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(case.rows * 10007 + case.width)
-
-    def draw(scale: float, *shape: int) -> torch.Tensor:
-        return (scale * torch.randn(*shape, generator=generator)).to(getattr(torch, dtype))
-
+def arguments(case: Ffn, dtype: str, device: str = "cpu") -> dict[str, Any]:
+    draw = drawer(case.rows * 10007 + case.width, dtype, device)
     given: dict[str, Any] = {
-        "x": draw(1.0, case.rows, case.width),
-        "w1": draw(case.width**-0.5, case.hidden, case.width),
-        "b1": None if case.gated else draw(0.1, case.hidden),  # gated blocks have no biases
-        "w2": draw(case.hidden**-0.5, case.width, case.hidden),
-        "b2": None if case.gated else draw(0.1, case.width),
+        "x": draw(case.rows, case.width),
+        "w1": draw(case.hidden, case.width, scale=case.width**-0.5),
+        "b1": None if case.gated else draw(case.hidden, scale=0.1),  # gated blocks have no biases
+        "w2": draw(case.width, case.hidden, scale=case.hidden**-0.5),
+        "b2": None if case.gated else draw(case.width, scale=0.1),
         "activation": case.activation,
     }
     if case.gated:
-        given["gate"] = draw(case.width**-0.5, case.hidden, case.width)
+        given["gate"] = draw(case.hidden, case.width, scale=case.width**-0.5)
     if case.dropout_p:
         given["dropout_p"] = case.dropout_p
     return given

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 
 from bench import replay
 from bench.shapes import GRID, Norm
-from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject
+from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, drawer
 
 
-def arguments(case: Norm, dtype: str) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(case.rows * 10007 + case.features)
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(getattr(torch, dtype))  # noqa: E731
+def arguments(case: Norm, dtype: str, device: str = "cpu") -> dict[str, Any]:
+    draw = drawer(case.rows * 10007 + case.features, dtype, device)
     given: dict[str, Any] = {"x": draw(case.rows, case.features)}
     if case.op.startswith("add_"):
         given["residual"] = draw(case.rows, case.features)

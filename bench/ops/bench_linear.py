@@ -6,22 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 from bench import replay
 from bench.shapes import GRID, Linear
-from bench.subject import FORWARD, Eager, Group, Subject
+from bench.subject import FORWARD, Eager, Group, Subject, drawer
 
 
-def arguments(case: Linear, dtype: str) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(case.rows * 10007 + case.width)
-
-    def draw(scale: float, *shape: int) -> torch.Tensor:
-        return (scale * torch.randn(*shape, generator=generator)).to(getattr(torch, dtype))
-
-    weight = draw(case.width**-0.5, case.out, case.width)
-    return {"x": draw(1.0, case.rows, case.width), "weight": weight, "bias": draw(0.1, case.out)}
+def arguments(case: Linear, dtype: str, device: str = "cpu") -> dict[str, Any]:
+    draw = drawer(case.rows * 10007 + case.width, dtype, device)
+    weight = draw(case.out, case.width, scale=case.width**-0.5)
+    return {"x": draw(case.rows, case.width), "weight": weight, "bias": draw(case.out, scale=0.1)}
 
 
 def eager(case: Linear, given: Mapping[str, Any]) -> Eager:
