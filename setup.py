@@ -206,7 +206,8 @@ setup(
         "triton": ["triton"],  # for the GPU kernels, where torch has not brought it along
         "dev": [
             *("pytest", "pytest-benchmark", "numpy<2.4", "hypothesis"),
-            *("ruff==0.17.5", "mypy==2.4.1", "clang-format==23.1.5"),  # equal: what they ask for changes with releases
+            # equal: what these ask for, and the code that patch() recognises, changes with releases
+            *("ruff==0.17.5", "mypy==2.4.1", "clang-format==23.1.5", "transformers==5.24.0"),
         ],
     },
     ext_modules=extensions,

@@ -268,7 +268,10 @@ def test_transformers_cache_grows_in_place():
     seen = []
     attention = model.transformer.h[0].attn
     attention.register_forward_hook(
-        lambda m, args, kwargs, out: seen.append(kwargs["past_key_values"].layers[0].keys.data_ptr()), with_kwargs=True
+        lambda m, args, kwargs, out: seen.append(
+            (kwargs.get("cache") or kwargs["past_key_values"]).layers[0].keys.data_ptr()  # named so until 5.23
+        ),
+        with_kwargs=True,
     )
     tfk.generate(model, torch.randint(3, V, (2, 4)), 4, eos_id=[])
     assert len(seen) == 4 and len(set(seen)) == 1

@@ -6,6 +6,7 @@ transformers is never imported here: a model of it has imported it already.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,8 @@ class _Decoder:
         self.encoder_decoder = known.encoder_decoder
         if use_cache:
             self.cache = _cache(size, known.encoder_decoder)
-            self.told["past_key_values"] = self.cache
+            named = inspect.signature(model.forward).parameters  # "past_key_values" until transformers 5.23
+            self.told["cache" if "cache" in named else "past_key_values"] = self.cache
         self.ids: Tensor | None = None
         if known.encoder_decoder:
             assert source is not None

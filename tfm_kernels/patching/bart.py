@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import block
+from . import block, huggingface
 from .known import Known
 from .registry import Recipe, register_recipe
 from .swap import fell_back, options
 
-# fingerprints of transformers 5.23 (source.py)
+# fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py)
 ENCODER_LAYER = "959b36eaa674"
-DECODER_LAYER = "af6bb23d8caf"
+DECODER_LAYER = ("af6bb23d8caf", "95c9ce9cc15d")
 PRE_NORM_ENCODER_LAYER = "04ddee22248b"
 
 _FFN = {"fc1": nn.Linear, "fc2": nn.Linear, "final_layer_norm": nn.LayerNorm}
@@ -79,6 +79,8 @@ def _fuse_encoder(original: Any) -> type:
 
 
 def _fuse_decoder(original: Any) -> type:
+    keyword = huggingface.cache_keyword(original)
+
     class Fused(original):
         def forward(
             self,
@@ -86,30 +88,29 @@ def _fuse_decoder(original: Any) -> type:
             attention_mask: Any = None,
             encoder_hidden_states: Tensor | None = None,
             encoder_attention_mask: Any = None,
-            past_key_values: Any = None,
+            cache: Any = None,
             use_cache: bool | None = True,
             **kwargs: Any,
         ) -> Tensor:
+            cached = {keyword: huggingface.cache_of(cache, kwargs)}
             if fell_back(self, _DECODER.why_not(self)):
                 return super().forward(
                     hidden_states,
                     attention_mask,
                     encoder_hidden_states,
                     encoder_attention_mask,
-                    past_key_values,
-                    use_cache,
+                    use_cache=use_cache,
+                    **cached,
                     **kwargs,
                 )
-            attended, _ = self.self_attn(
-                hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
-            )
+            attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **cached, **kwargs)
             x = _norm_of_sum(self, attended, hidden_states, self.self_attn_layer_norm)
             if encoder_hidden_states is not None:
                 attended, _ = self.encoder_attn(
                     x,
                     key_value_states=encoder_hidden_states,
                     attention_mask=encoder_attention_mask,
-                    past_key_values=past_key_values,
+                    **cached,
                     **kwargs,
                 )
                 x = _norm_of_sum(self, attended, x, self.encoder_attn_layer_norm)

@@ -19,11 +19,12 @@ from .registry import Recipe, register_recipe
 from .source import says
 from .swap import fell_back, options
 
-# fingerprints of transformers 5.23 (source.py); another version's code is known only where it says the same
-LAYER = "ac84bc5ca61e"
-ATTENTION = "574dc55f2d17"
-SELF_ATTENTION = "65540536d70a"
-ENCODER = "b5fa78c781c0"
+# fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py); another version's code
+# is known only where it says the same
+LAYER = ("ac84bc5ca61e", "3da62b003544")
+ATTENTION = ("574dc55f2d17", "905233ba672e")
+SELF_ATTENTION = ("65540536d70a", "ca77032cb4b2")
+ENCODER = ("b5fa78c781c0", "9622372856dc")
 
 _LAYER = Known(
     {
@@ -53,9 +54,9 @@ _LAYER = Known(
 )
 
 
-def _why_not_layer(layer: Any, encoder_hidden_states: Any, past_key_values: Any, kwargs: dict[str, Any]) -> str | None:
-    if encoder_hidden_states is not None or past_key_values is not None:
-        return "it was called with encoder_hidden_states or past_key_values"
+def _why_not_layer(layer: Any, encoder_hidden_states: Any, cache: Any, kwargs: dict[str, Any]) -> str | None:
+    if encoder_hidden_states is not None or cache is not None:
+        return "it was called with encoder_hidden_states or a cache"
     if layer.chunk_size_feed_forward:
         return "config.chunk_size_feed_forward is set"
     if not huggingface.is_ours(layer.attention.self.config):
@@ -66,6 +67,8 @@ def _why_not_layer(layer: Any, encoder_hidden_states: Any, past_key_values: Any,
 
 
 def _fuse_layer(original: Any) -> type:
+    keyword = huggingface.cache_keyword(original)
+
     class Fused(original):
         def forward(
             self,
@@ -73,17 +76,18 @@ def _fuse_layer(original: Any) -> type:
             attention_mask: Any = None,
             encoder_hidden_states: Tensor | None = None,
             encoder_attention_mask: Any = None,
-            past_key_values: Any = None,
+            cache: Any = None,
             **kwargs: Any,
         ) -> Tensor:
+            cache = huggingface.cache_of(cache, kwargs)
             if not isinstance(attention_mask, Packed):  # the encoder that packed has asked already
-                if fell_back(self, _why_not_layer(self, encoder_hidden_states, past_key_values, kwargs)):
+                if fell_back(self, _why_not_layer(self, encoder_hidden_states, cache, kwargs)):
                     return super().forward(
                         hidden_states,
                         attention_mask,
                         encoder_hidden_states,
                         encoder_attention_mask=encoder_attention_mask,
-                        past_key_values=past_key_values,
+                        **{keyword: cache},
                         **kwargs,
                     )
             return _layer(self, hidden_states, attention_mask, kwargs)
@@ -119,10 +123,12 @@ def _recognise_encoder(module: nn.Module) -> bool | str:
         return False
     if not all(_LAYER.recognise(layer) for layer in module.layer):  # type: ignore[union-attr]
         return False
-    return says(module, "forward", ENCODER) or guard.UNKNOWN_FORWARD
+    return says(module, "forward", *ENCODER) or guard.UNKNOWN_FORWARD
 
 
 def _fuse_encoder(original: Any) -> type:
+    keyword = huggingface.cache_keyword(original)
+
     class Fused(original):
         def forward(
             self,
@@ -130,12 +136,14 @@ def _fuse_encoder(original: Any) -> type:
             attention_mask: Any = None,
             encoder_hidden_states: Tensor | None = None,
             encoder_attention_mask: Any = None,
-            past_key_values: Any = None,
+            cache: Any = None,
             use_cache: bool | None = None,
             **kwargs: Any,
         ) -> Any:
+            cache = huggingface.cache_of(cache, kwargs)
+
             def why_not(layer: nn.Module) -> str | None:
-                return _why_not_layer(layer, encoder_hidden_states, past_key_values, kwargs)
+                return _why_not_layer(layer, encoder_hidden_states, cache, kwargs)
 
             packed = huggingface.packing(self, attention_mask, hidden_states, self.layer, why_not)
             if packed is None:
@@ -144,8 +152,8 @@ def _fuse_encoder(original: Any) -> type:
                     attention_mask,
                     encoder_hidden_states,
                     encoder_attention_mask=encoder_attention_mask,
-                    past_key_values=past_key_values,
                     use_cache=use_cache,
+                    **{keyword: cache},
                     **kwargs,
                 )
             kwargs.pop("position_ids", None)

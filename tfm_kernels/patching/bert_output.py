@@ -15,7 +15,7 @@ from .known import Known
 from .registry import Recipe
 from .swap import fell_back, options
 
-# fingerprints of transformers 5.23 (source.py); another version's code is known only where it says the same
+# fingerprints of transformers 5.23 and 5.24 (source.py); another version's code is known only where it says the same
 OUTPUT = "bd131388eee1"
 INTERMEDIATE = "8e7087e943e0"
 FEED_FORWARD_CHUNK = "7d18a4174290"

@@ -27,7 +27,7 @@ from .packed import Packed
 NAME = "tfm_kernels"
 RECIPE = "huggingface.attention"
 REPLACES = ("sdpa", "eager")  # implementations that patching takes the place of; others were chosen on purpose
-# Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23.
+# Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23 and 5.24.
 MASK_AS_DATA = frozenset(
     "albert bart bert camembert clip_text_model distilbert electra gpt2 llama marian roberta t5 vit whisper "
     "xlm-roberta".split()
@@ -100,6 +100,16 @@ def causal_if_unmasked(module: nn.Module, mask: Any, queries: int, kwargs: dict[
         return mask
     given = kwargs.get("is_causal")
     return Mask.causal() if (getattr(module, "is_causal", True) if given is None else given) else None
+
+
+def cache_keyword(original: type) -> str:
+    """The name by which a class' forward takes its cache: "past_key_values" until transformers 5.23, then "cache"."""
+    return "cache" if "cache" in inspect.signature(original.forward).parameters else "past_key_values"  # type: ignore
+
+
+def cache_of(cache: Any, kwargs: dict[str, Any]) -> Any:
+    """The cache of a call, by either name; taken out of ``kwargs``."""
+    return kwargs.pop("past_key_values", None) if cache is None else cache
 
 
 def is_ours(config: Any) -> bool:

@@ -19,15 +19,15 @@ class Known:
     """Code and children of one kind of module; paths are dotted and begin at the module.
 
     Attributes:
-        code: "attention.forward" -> the fingerprint (source.py) that the method must have, for every method replaced
-            or passed by.
+        code: "attention.forward" -> the fingerprint (source.py) that the method must have, or several of which it must
+            have one, for every method replaced or passed by.
         reads: path -> the exact class, for the children whose weights the fused code reads without calling them.
         passes: paths of children that the fused code passes by: they must not be hooked, their class is in ``code``.
         activation: path of the activation, or None.
         calls: paths of children that must exist because the fused code calls them.
     """
 
-    code: Mapping[str, str]
+    code: Mapping[str, str | tuple[str, ...]]
     reads: Mapping[str, type | str]
     passes: tuple[str, ...] = ()
     activation: str | None = None
@@ -39,7 +39,7 @@ class Known:
             return False
         for place, wanted in self.code.items():
             path, _, method = place.rpartition(".")
-            if not says(_at(module, path), method, wanted):
+            if not says(_at(module, path), method, *((wanted,) if isinstance(wanted, str) else wanted)):
                 return guard.UNKNOWN_FORWARD if self.reads or self.calls else False  # nothing else says what it is
         return self.why_not(module) or True
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import block
+from . import block, huggingface
 from .known import Known
 from .registry import Recipe, register_recipe
 from .swap import fell_back, options
 
-# fingerprints of transformers 5.23 (source.py)
-_GPT2 = Known({"forward": "4a238b12667c"}, {"ln_2": nn.LayerNorm}, calls=("ln_1", "attn", "mlp"))
+# fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py)
+_GPT2 = Known({"forward": ("4a238b12667c", "65a867de73a2")}, {"ln_2": nn.LayerNorm}, calls=("ln_1", "attn", "mlp"))
 _VIT = Known(
     {"forward": "a65e5f6b9314"},  # also DeiT
     {"layernorm_after": nn.LayerNorm, "dropout": nn.Dropout},
@@ -29,33 +29,36 @@ _CLIP = Known(
 
 
 def _fuse_gpt2(original: Any) -> type:
+    keyword = huggingface.cache_keyword(original)
+
     class Fused(original):
         def forward(
             self,
             hidden_states: Tensor,
-            past_key_values: Any = None,
+            cache: Any = None,
             attention_mask: Any = None,
             encoder_hidden_states: Tensor | None = None,
             encoder_attention_mask: Any = None,
             use_cache: bool | None = False,
             **kwargs: Any,
         ) -> Tensor:
+            cached = {keyword: huggingface.cache_of(cache, kwargs)}
             reason = _GPT2.why_not(self) if encoder_hidden_states is None else "it attends to encoder_hidden_states"
             if fell_back(self, reason):
                 return super().forward(
                     hidden_states,
-                    past_key_values,
-                    attention_mask,
-                    encoder_hidden_states,
-                    encoder_attention_mask,
-                    use_cache,
+                    attention_mask=attention_mask,
+                    encoder_hidden_states=encoder_hidden_states,
+                    encoder_attention_mask=encoder_attention_mask,
+                    use_cache=use_cache,
+                    **cached,
                     **kwargs,
                 )
             attended, _ = self.attn(
                 self.ln_1(hidden_states),
-                past_key_values=past_key_values,
                 attention_mask=attention_mask,
                 use_cache=use_cache,
+                **cached,
                 **kwargs,
             )
             y, z = block.add_norm(attended, hidden_states, self.ln_2, backend=options(self).backend)
