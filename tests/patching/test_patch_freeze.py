@@ -141,6 +141,14 @@ def optimizer(p, module, name):
     torch.optim.AdamW([p], lr=0.1).step()
 
 
+def fused_optimizer(p, module, name):
+    p.grad = torch.randn_like(p)
+    written = p._version
+    with torch.inference_mode(False):
+        torch.optim.AdamW([p], lr=0.1, fused=True).step()
+    assert p._version == written, "PyTorch counts this now: the hook on optimizers may go"
+
+
 def assign(p, module, name):
     *path, last = name.split(".")
     setattr(module.get_submodule(".".join(path)), last, nn.Parameter(torch.randn_like(p)))
@@ -154,6 +162,7 @@ CHANGES = {
     "another parameter": assign,
     "another .data": other_data,
     "optimizer": optimizer,
+    "fused optimizer": fused_optimizer,
     "there and back": lambda p, m, name: (m.bfloat16(), m.float()),
 }
 

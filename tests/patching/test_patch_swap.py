@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.models import batch, bert, distilbert, encoder
+from tests.patching.models import batch, bert, distilbert, encoder, transformers
 from tfm_kernels.patching import swap
 
 
@@ -228,3 +228,71 @@ def test_report():
     assert "because no recipe knows Bilinear" in text
     assert "note: where a batch has padding" in text
     assert repr(report).startswith("PatchReport(")
+
+
+def test_a_parametrised_module_comes_back_parametrised():
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 7, 16)
+    stock = model(x, x, x)[0]
+    tfk.patch(model)
+    nn.utils.parametrizations.weight_norm(model, "in_proj_weight")
+    tfk.unpatch(model)
+    torch.testing.assert_close(model(x, x, x)[0], stock)
+    nn.utils.parametrize.remove_parametrizations(model, "in_proj_weight")
+    assert type(model) is nn.MultiheadAttention and isinstance(model.in_proj_weight, nn.Parameter)
+    torch.testing.assert_close(model(x, x, x)[0], stock)
+
+
+def test_another_process_can_give_torchs_classes_back(tmp_path):
+    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    tfk.patch(model)
+    torch.save(model, tmp_path / "model.pt")
+    code = (
+        "import sys, torch\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "import tfm_kernels as tfk\n"
+        "again = tfk.patch(model)\n"
+        "assert {'', 'encoder', 'decoder.layers.0'} <= {entry.name for entry in again.replaced}, str(again)\n"
+        "tfk.unpatch(model)\n"
+        "assert not [type(m) for m in model.modules() if type(m).__module__.startswith('tfm_kernels')]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def clip():
+    hf = transformers()
+    part = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**part, "vocab_size": 99, "max_position_embeddings": 16, "eos_token_id": 98}
+    vision = {**part, "image_size": 8, "patch_size": 4}
+    return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
+
+
+@pytest.mark.parametrize("leave", ["unpatch", "context"])
+def test_the_attention_of_inner_models_comes_back(leave):
+    model = clip()
+    parts = (model, model.text_model, model.vision_model)
+    model.text_model.set_attn_implementation("eager")
+    before = [part.config._attn_implementation for part in parts]
+    assert "eager" in before and "sdpa" in before
+    with tfk.patch(model):
+        assert {part.config._attn_implementation for part in parts} == {"tfm_kernels"}
+        if leave == "unpatch":
+            tfk.unpatch(model)
+            assert [part.config._attn_implementation for part in parts] == before
+    assert [part.config._attn_implementation for part in parts] == before
+
+
+def test_an_inner_models_attention_that_was_chosen_stays():
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("somebodys", AttentionInterface._global_mapping["sdpa"])
+    model = clip()
+    model.text_model.set_attn_implementation("somebodys")
+    with tfk.patch(model) as report:
+        assert model.text_model.config._attn_implementation == "somebodys"
+        assert model.vision_model.config._attn_implementation == "tfm_kernels"
+        kept = {entry.name: entry.note for entry in report.kept}
+        assert "'somebodys' was chosen on purpose" in kept["text_model"]
+    assert model.text_model.config._attn_implementation == "somebodys"

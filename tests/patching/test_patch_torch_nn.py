@@ -134,3 +134,102 @@ def test_nested_tensors_keep_torch_code():
         wanted = model(x.float(), src_key_padding_mask=hidden)
         with tfk.patch(model):
             torch.testing.assert_close(model(x.float(), src_key_padding_mask=hidden), wanted)
+
+
+class Relative(nn.Module):
+    """Attention of somebody's own, written for the masks that torch's encoder layer hands on: floating, added."""
+
+    batch_first = True
+
+    def forward(self, query, key, value, attn_mask=None, key_padding_mask=None, need_weights=False, is_causal=False):
+        scores = query @ key.transpose(-1, -2) / 4
+        for mask in (attn_mask, None if key_padding_mask is None else key_padding_mask[:, None]):
+            scores = scores if mask is None else scores + mask
+        return scores.softmax(-1) @ value, None
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("stack", [False, True])
+def test_attention_of_another_class_gets_the_masks_of_torchs_layer(norm_first, stack):
+    model = encoder(norm_first=norm_first).train()
+    for layer in model.layers:
+        layer.self_attn = Relative()
+    model = model if stack else model.layers[0]
+    x, hidden = masked_input()
+    future = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    masks = {"mask" if stack else "src_mask": future, "src_key_padding_mask": hidden}
+    reason = "layer 0 cannot run packed: its attention is not fused" if stack else None
+    run = lambda m: m(x.to(dtype_of(m)), **masks)
+    wanted = results(model.double(), run)
+    with tfk.patch(model, backend="reference") as report:
+        compare(results(model, run), wanted, 1e-9)
+        assert {why for met in report.fallbacks.values() for why in met} <= {reason}
+
+
+def test_an_overridden_block_gets_the_masks_of_torchs_layer():
+    seen = []
+
+    class Layer(tfk.nn.TransformerEncoderLayer):
+        def _sa_block(self, x, attn_mask, key_padding_mask, is_causal=False):
+            seen.append((attn_mask, key_padding_mask))
+            return super()._sa_block(x, attn_mask, key_padding_mask, is_causal)
+
+    _, hidden = masked_input()
+    layer, future = Layer(16, 4, 32, batch_first=True), torch.ones(7, 7, dtype=torch.bool).triu(1)
+    layer(torch.randn(3, 7, 16), future, hidden)
+    for given, mask in zip(seen[0], (future, hidden), strict=True):
+        assert given.dtype == torch.float32 and torch.equal(given == -torch.inf, mask) and bool((given <= 0).all())
+
+
+class MeanNorm(nn.Module):
+    """Looks along the sequence, which a packed batch does not have."""
+
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True)
+
+
+def test_a_last_norm_that_is_not_known_sees_the_padded_batch():
+    model = encoder()
+    model.norm = MeanNorm()
+    x, hidden = masked_input()
+    run = lambda m: m(x.to(dtype_of(m)), src_key_padding_mask=hidden)
+    wanted = run(model.double())
+    with tfk.patch(model) as report:
+        torch.testing.assert_close(run(model)[~hidden], wanted[~hidden])
+        assert report.fallbacks[""] == {"norm is MeanNorm, not LayerNorm or RMSNorm": 1}
+    model = encoder()
+    seen = []
+    model.norm.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    with tfk.patch(model) as report:
+        run(model)
+        assert seen == [(3, 7, 16)] and report.fallbacks[""] == {"norm has hooks": 1}
+
+
+def test_an_attention_given_back_alone_runs_padded():
+    model = encoder()
+    x, hidden = masked_input()
+    run = lambda m: m(x.to(dtype_of(m)), src_key_padding_mask=hidden)
+    wanted = run(model)
+    with tfk.patch(model) as report:
+        tfk.unpatch(model.layers[0].self_attn)
+        torch.testing.assert_close(run(model)[~hidden], wanted[~hidden])
+        assert report.fallbacks[""] == {"layer 0 cannot run packed: its attention is not fused": 1}
+
+
+def test_padding_of_an_unbatched_input_is_torchs_error():
+    model = encoder()
+    with tfk.patch(model), pytest.raises((ValueError, AssertionError, RuntimeError), match="key_padding_mask"):
+        model(torch.randn(3, 7, 16), src_key_padding_mask=torch.ones(7, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_sequence_takes_nested_tensors(layout):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).eval()
+    rows = [torch.randn(length, 16) for length in (3, 5)]
+    nested = torch.nested.nested_tensor(rows, layout=layout)
+    wanted = model(nested)
+    with tfk.patch(model) as report:
+        given = model(nested)
+        assert "dense" in str(report.fallbacks[""])
+    assert given.layout == layout and all(map(torch.equal, given.unbind(), wanted.unbind()))

@@ -18,7 +18,7 @@ from ..mask import Mask
 from . import _arguments
 from .attention import causal_hint
 from .layer_norm import LayerNorm, add, norm_of_sum
-from .transformer_layer import Pending, TransformerDecoderLayer, TransformerEncoderLayer
+from .transformer_layer import Pending, TransformerDecoderLayer, TransformerEncoderLayer, floating
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -86,7 +86,7 @@ class TransformerEncoder(nn.TransformerEncoder):
             x, pending = _settled(x, pending), None
             masks = mask, src_key_padding_mask
             if not isinstance(layer, TransformerEncoderLayer):
-                masks = _torchs(mask, src_key_padding_mask, src)
+                masks = floating(mask, src), floating(src_key_padding_mask, src)
             x = layer(x, src_mask=masks[0], src_key_padding_mask=masks[1], is_causal=hint)
         return _finished(x, pending, self.norm)
 
@@ -273,17 +273,6 @@ def _finished(x: Tensor, pending: Pending | None, norm: nn.Module | None) -> Ten
     if norm is None:
         return _settled(x, pending)
     return norm_of_sum(pending[0], x, pending[1], norm)
-
-
-def _torchs(mask: Any, key_padding_mask: Any, src: Tensor) -> tuple[Any, Any]:
-    """The masks as torch's own stack hands them to a layer: floating, 0 or -inf."""
-
-    def floating(given: Any) -> Any:
-        if not isinstance(given, Tensor) or given.dtype != torch.bool:
-            return given
-        return torch.zeros_like(given, dtype=src.dtype).masked_fill(given, -torch.inf)
-
-    return floating(mask), floating(key_padding_mask)
 
 
 def _checked_stack(op: str, name: str, layer: Any, num_layers: int, norm: Any, backend: str | None) -> None:

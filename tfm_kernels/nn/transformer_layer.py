@@ -101,12 +101,12 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     ) -> Tensor:
         """Runs ``src`` through the layer; masks as in ``MultiheadAttention``."""
         _checked_input("TransformerEncoderLayer", "src", src, self.self_attn)
-        x, masks = src, (src_mask, src_key_padding_mask, is_causal)
+        x, masks = src, (*self._masks(src, src_mask, src_key_padding_mask), is_causal)
         if not _own_blocks(self, nn.TransformerEncoderLayer, "_sa_block", "_ff_block"):
             if self.norm_first:
-                x = x + self._sa_block(self.norm1(x), *masks)  # type: ignore[arg-type]
+                x = x + self._sa_block(self.norm1(x), *masks)
                 return x + self._ff_block(self.norm2(x))
-            x = self.norm1(x + self._sa_block(x, *masks))  # type: ignore[arg-type]
+            x = self.norm1(x + self._sa_block(x, *masks))
             return self.norm2(x + self._ff_block(x))
         if self.norm_first:
             x, (f, dropout, backend) = self._pre_norm(x, None, *masks)
@@ -119,8 +119,16 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     ) -> tuple[Tensor, Pending]:
         """A norm_first layer whose first residual sum is still to be done, and whose last one is left to be done."""
         y, x = enter(x, pending, self.norm1)
-        y, x = add_norm(attend(self.self_attn, y, y, mask, key_padding_mask, is_causal), x, self.dropout1, self.norm2)
+        masks = self._masks(x, mask, key_padding_mask)
+        y, x = add_norm(attend(self.self_attn, y, y, *masks, is_causal), x, self.dropout1, self.norm2)
         return x, (self._feed_forward(y), self.dropout2, self.backend)
+
+    def _masks(self, x: Tensor, mask: Any, key_padding_mask: Any) -> tuple[Any, Any]:
+        """The masks for whoever computes the attention: code written for torch's layer expects them floating."""
+        ours = isinstance(self.self_attn, MultiheadAttention)
+        if ours and _own_blocks(self, nn.TransformerEncoderLayer, "_sa_block"):
+            return mask, key_padding_mask
+        return floating(mask, x), floating(key_padding_mask, x)
 
     def _chains(self) -> bool:
         """Whether a stack may call ``_pre_norm`` in place of the layer."""
@@ -273,6 +281,13 @@ def attend(
         need_weights=False,
         is_causal=is_causal,
     )[0]
+
+
+def floating(mask: Any, x: Tensor) -> Any:
+    """A bool mask, True = ignore, as torch's encoder hands it on, 0 or -inf in the input's dtype; others as given."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, -torch.inf)
 
 
 def _own_blocks(layer: nn.Module, parent: type, *names: str) -> bool:

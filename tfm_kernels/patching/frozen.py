@@ -4,17 +4,20 @@ oneDNN reads a weight in an order of its own and brings it into that order at ev
 result; a 16-bit weight is kept as float32 where 16-bit products are emulated. Processors with AVX2 and no AVX-512 keep
 nothing: oneDNN reaches 0.8 to 0.9 of F.linear's rate there, packed or not (16 to 8192 rows, Zen 3). The copies are made
 at the first call that pays for them and lie beside the modules, not in them: no state_dict, deepcopy or pickle holds
-one, and what they make is frozen again and makes its own. A copy whose weight was changed or replaced is made anew; the
-one change that cannot be noticed is a write past PyTorch's count of them (``_version``), by ``.data`` or from NumPy.
+one, and what they make is frozen again and makes its own. A copy whose weight was changed or replaced is made anew, and
+all are after a step of any optimizer; the one change that cannot be noticed is a write past PyTorch's count of them
+(``_version``), by ``.data`` or from NumPy.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _check
 from . import guard, onednn
@@ -59,8 +62,15 @@ class _Copy:
 _copies: weakref.WeakKeyDictionary[nn.Module, _Copy] = weakref.WeakKeyDictionary()
 
 
+@functools.cache
+def _notice_optimizers() -> None:
+    """Drops all copies after an optimizer's step: fused ones write to weights without counting (_version)."""
+    register_optimizer_step_post_hook(lambda *_: _copies.clear())
+
+
 def freeze(module: nn.Module) -> None:
     """Lets a module keep a packed copy of its weight from its next call on."""
+    _notice_optimizers()
     module.__dict__[FROZEN] = True
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -268,11 +268,14 @@ def switch(model: Any, backend: str | None, pack: bool) -> list[nn.Module]:
     """Sets the attention of a transformers model and of the models in it to ours; returns those that took it."""
     register()
     inner = [module for module in model.modules() if is_model(module)]
-    before = [_original(module.config) for module in inner]
+    before = [(_original(module.config), why_not(module)) for module in inner]
     model.set_attn_implementation(implementation(backend))
     taken = []
-    for module, name in zip(inner, before, strict=True):
+    for module, (name, reason) in zip(inner, before, strict=True):
         if module.config._attn_implementation == implementation(backend):
+            if reason is not None:  # the outer model's setting goes through to the inner ones
+                module.set_attn_implementation(name)
+                continue
             if swap.OPTIONS not in module.__dict__:
                 _previous[id(module.config)] = (weakref.ref(module.config), name)
             else:
@@ -291,10 +294,16 @@ def _original(config: Any) -> str:
     return str(current)
 
 
-def switch_back(module: Any, previous: str | None) -> None:
-    """Gives one transformers model its attention back, unless somebody has set another one meanwhile."""
-    if previous is not None and str(module.config._attn_implementation).startswith(NAME):
-        module.set_attn_implementation(previous)
+def switch_back(outer: Iterable[nn.Module]) -> None:
+    """Gives the transformers models in modules their attention back, unless somebody has set another one meanwhile."""
+    inner: dict[Any, None] = dict.fromkeys(module for each in outer for module in each.modules() if is_model(module))
+    wanted = {
+        module: swap.options(module).previous if is_ours(module.config) else module.config._attn_implementation
+        for module in inner
+    }
+    for module, name in wanted.items():  # what an outer model is set to goes through to the inner ones, which follow
+        if name is not None and module.config._attn_implementation != name:
+            module.set_attn_implementation(name)
 
 
 swap.on_load[RECIPE] = register

@@ -92,9 +92,8 @@ def unpatch(model: nn.Module) -> int:
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model must be a torch.nn.Module, got {type(model).__name__}")
     restored = 0
+    huggingface.switch_back([model])
     for module in model.modules():
-        if huggingface.is_model(module):
-            huggingface.switch_back(module, swap.options(module).previous)
         restored += swap.restore(module)
         frozen.thaw(module)
     return restored
@@ -128,7 +127,8 @@ def _switch_attention(
                 told[id(inner)] = True, "attention through transformers' AttentionInterface"
                 undo.append((inner, options))
             else:
-                told[id(inner)] = False, f"because {reason or 'it did not take the attention implementation'}"
+                why = reason or huggingface.why_not(inner) or "it did not take the attention implementation"
+                told[id(inner)] = False, f"because {why}"
     return told
 
 
@@ -196,6 +196,7 @@ def _undo(undo: list[tuple[nn.Module, swap.Options | None]], kept: list[nn.Modul
         frozen.thaw(module)
     for module in thawed:
         frozen.freeze(module)
+    huggingface.switch_back(module for module, before in undo if before is None and huggingface.is_model(module))
     for module, before in undo:
         if before is not None:
             if huggingface.is_model(module):
@@ -207,6 +208,4 @@ def _undo(undo: list[tuple[nn.Module, swap.Options | None]], kept: list[nn.Modul
                 swap.restore(module)
                 swap.swap(module, before)
         else:
-            if huggingface.is_model(module):
-                huggingface.switch_back(module, swap.options(module).previous)
             swap.restore(module)

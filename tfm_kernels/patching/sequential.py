@@ -83,7 +83,8 @@ def _fuse(original: Any) -> type:
         def forward(self, input: Any) -> Any:
             children, position, fused = list(self._modules.values()), 0, False
             while position < len(children):
-                run = _run(children, position) if isinstance(input, Tensor) else None
+                dense = isinstance(input, Tensor) and not input.is_nested
+                run = _run(children, position) if dense else None
                 if run is None:
                     input = children[position](input)
                     position += 1
@@ -91,7 +92,7 @@ def _fuse(original: Any) -> type:
                 input = _feed_forward(input, run, options(self).backend)
                 position, fused = position + run.length, True
             if not fused:
-                fell_back(self, "its linear layers were replaced or have hooks")
+                fell_back(self, "its linear layers were replaced or have hooks, or its input is no dense tensor")
             return input
 
     return Fused

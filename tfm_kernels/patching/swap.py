@@ -119,8 +119,9 @@ def restore(module: nn.Module) -> bool:
     bases = type(module).__bases__
     if type(module) in _originals:
         module.__class__ = _originals[type(module)]
-    elif any(base in _originals for base in bases):  # fully_shard derived FSDPName(FSDPModule, Fused) from it
-        module.__class__ = type(type(module).__name__, tuple(_originals.get(base, base) for base in bases), {})
+    elif any(base in _originals for base in bases):  # as fully_shard derives FSDPName(FSDPModule, Fused), parametrize
+        own = {name: value for name, value in vars(type(module)).items() if name not in ("__dict__", "__weakref__")}
+        module.__class__ = type(type(module).__name__, tuple(_originals.get(base, base) for base in bases), own)
     del module.__dict__[OPTIONS]
     _fallbacks.pop(module, None)
     return True

@@ -15,7 +15,7 @@ from . import block, guard
 from .linear import linear
 from .packed import Packed, packing
 from .registry import Recipe, register_recipe
-from .swap import options, original_class
+from .swap import fell_back, options, original_class
 
 _DROPOUTS = ("dropout", "dropout1", "dropout2")
 
@@ -31,6 +31,8 @@ def _why_not(layer: Any) -> str | None:
     if original_class(layer) is not nn.TransformerEncoderLayer:
         return f"it is {type(layer).__name__}, not TransformerEncoderLayer"
     attention = layer.self_attn
+    if not isinstance(attention, fused.MultiheadAttention):
+        return "its attention is not fused"
     if attention.bias_k is not None or attention.add_zero_attn or not attention._qkv_same_embed_dim:
         return "its attention has add_bias_kv, add_zero_attn, kdim or vdim"
     reason = guard.why_not_plain(layer, "self_attn", nn.MultiheadAttention)
@@ -46,6 +48,11 @@ def _why_not(layer: Any) -> str | None:
     return reason or block.why_not_activation(layer.activation)
 
 
+def _why_not_norm(stack: Any) -> str | None:
+    """None where the last norm works row by row and nobody watches it."""
+    return None if stack.norm is None else guard.why_not_plain(stack, "norm", nn.LayerNorm, nn.RMSNorm)
+
+
 def _fuse(original: type) -> type:
     class Fused(fused.TransformerEncoder):
         def forward(
@@ -57,7 +64,9 @@ def _fuse(original: type) -> type:
         ) -> Tensor:
             hint = causal_hint(mask, is_causal)
             padding = src_key_padding_mask
-            if src.dim() == 3 and padding is not None and padding.dtype == torch.bool and (mask is None or hint):
+            packs = padding is not None and padding.dtype == torch.bool and src.dim() == 3 and padding.dim() == 2
+            if packs and (mask is None or hint) and not fell_back(self, _why_not_norm(self)):
+                assert padding is not None
                 batch_first = self.layers[0].self_attn.batch_first if len(self.layers) else True
                 x = src if batch_first else src.transpose(0, 1)
                 packed = packing(self, Mask.hide(padding[:, None, None, :]), x, self.layers, _why_not)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import nn as fused
-from . import frozen
+from . import frozen, swap
 from .registry import Recipe, register_recipe
 
 
@@ -52,7 +52,10 @@ def _register(cls: type, what: str, fuse: Any = _same, covers: tuple[str, ...] =
     def inside(module: nn.Module) -> list[nn.Module]:
         return [inner for name in covers if (inner := module._modules.get(name)) is not None]
 
-    register_recipe(Recipe(f"torch.nn.{cls.__name__}", recognise, fuse, what, inside, **more), first=False)
+    name = f"torch.nn.{cls.__name__}"
+    register_recipe(Recipe(name, recognise, fuse, what, inside, **more), first=False)
+    if fuse is _same:  # a pickle names the class of tfm_kernels.nn alone; unpatch then knows what it stands for
+        swap.fused_class(cls, name)
 
 
 _register(nn.LayerNorm, "layer_norm")
