@@ -141,6 +141,15 @@ def test_a_cuda_torch_without_a_gpu_and_a_gpu_without_triton(built, monkeypatch)
     assert finding("Triton").state == "fault" and finding("Triton").mend == "pip install triton"
 
 
+def test_a_triton_of_another_distribution_has_an_unknown_version(built, monkeypatch):
+    def version(name):
+        raise diagnosis.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(diagnosis, "find_spec", lambda name: object())
+    monkeypatch.setattr(diagnosis.metadata, "version", version)
+    assert (finding("Triton").state, finding("Triton").text) == ("good", "triton of an unknown version")
+
+
 def test_it_works_where_nothing_is_built(tmp_path):
     shutil.copytree(ROOT / "tfm_kernels", tmp_path / "tfm_kernels", ignore=shutil.ignore_patterns("*.so", "*.pyd"))
     # an editable install finds the checkout's extension for any package of this name: leave its finder out

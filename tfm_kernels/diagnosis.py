@@ -205,7 +205,11 @@ def _gpu() -> Finding:
 
 def _triton() -> Finding:
     if find_spec("triton") is not None:
-        return Finding("Triton", "good", f"triton {metadata.version('triton')}")
+        try:
+            version = metadata.version("triton")
+        except metadata.PackageNotFoundError:  # a distribution of another name brought it, such as pytorch-triton-rocm
+            version = "of an unknown version"
+        return Finding("Triton", "good", f"triton {version}")
     if torch.cuda.is_available():
         return Finding("Triton", "fault", "not installed, and the GPU kernels need it", "pip install triton")
     return Finding("Triton", "good", "not installed; only a GPU needs it")
