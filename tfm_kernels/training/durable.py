@@ -20,8 +20,8 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """``write_bytes`` of a value as JSON."""
-    write_bytes(path, (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
+    """``write_bytes`` of a value as JSON; a ValueError, and no file, where it holds an infinity or a NaN."""
+    write_bytes(path, (json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:

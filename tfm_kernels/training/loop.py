@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from . import metrics as curve
 from . import seeds
@@ -98,10 +99,12 @@ def train(
         progress: whether a bar is shown.
 
     Returns:
-        The last metrics: step, loss, and validation_loss and validation_accuracy where there is validation.
+        The last metrics: step, loss, and validation_loss and validation_accuracy where there is validation; None for
+        what is not finite.
 
     Raises:
-        InputError: the checkpoint is of another model, or the loss is no longer a number.
+        InputError: the checkpoint is of another model, or the loss or a weight is no longer finite; then nothing is
+            saved, and the checkpoints from before are kept.
     """
     here = processes or Processes(device=next(model.parameters()).device)
     checkpoints = Checkpoints(folder / "checkpoints")
@@ -138,25 +141,33 @@ def train(
             loss, tokens, norm = _update(spread, optimizer, scale, parts, config, here)
             state = replace(state, step=step, position=position, scaler=scale.state_dict())
             words = None
-            if step % config.log_every == 0 or step == config.steps:
-                row = {"step": step, "epoch": epoch, "loss": loss.item() / max(int(tokens), 1)}
-                if not math.isfinite(row["loss"]):
-                    raise InputError(f"the loss is {row['loss']} at step {step}; a lower learning rate may help")
+            logged, saved = step % config.log_every == 0, step % config.save_every == 0
+            if step == config.steps:
+                logged = saved = True
+            if logged or saved:
+                mean = loss.item() / max(int(tokens), 1)
+                if not math.isfinite(mean):
+                    raise InputError(f"the loss is {mean} at step {step}; a lower learning rate may help")
+            if saved and not _all_finite(model, here):  # the update of a loss that was a number can overflow
+                raise InputError(f"the weights are not finite after step {step}; a lower learning rate may help")
+            if logged:
+                row = {"step": step, "epoch": epoch, "loss": mean}
                 row["gradient_norm"] = float(norm) if torch.isfinite(norm) else None  # fp16 skips such an update
                 row.update(learning_rate=optimizer.param_groups[0]["lr"], tokens=int(tokens))
                 if metrics:
                     metrics.add({**row, "seconds": round(time.perf_counter() - begin, 3)})
                 words = f"loss {row['loss']:.3f}"
             bar.step(step, words)
-            if step % config.save_every == 0 or step == config.steps:
+            if saved:
                 if validation is not None:
-                    found = evaluate(spread, validation, config, here)
+                    measured = evaluate(spread, validation, config, here)
+                    bar.say(f"step {step:,}: " + ", ".join(f"{key} {value:.4f}" for key, value in measured.items()))
+                    least, found = measured["validation_loss"], curve.finite(measured)
                     row = {**row, **found}
                     if metrics:
                         metrics.add({"step": step, **found})
-                    bar.say(f"step {step:,}: " + ", ".join(f"{key} {value:.4f}" for key, value in found.items()))
-                    if state.best_loss is None or found["validation_loss"] < state.best_loss:
-                        state = replace(state, best_step=step, best_loss=found["validation_loss"])
+                    if math.isfinite(least) and (state.best_loss is None or least < state.best_loss):
+                        state = replace(state, best_step=step, best_loss=least)
                     spread.train()
                 if metrics:
                     metrics.sync()
@@ -169,6 +180,13 @@ def train(
         curve.draw(curve.read(folder / "metrics.jsonl"), folder / "loss.png")
     here.wait()
     return {**row, "best_step": state.best_step, "best_loss": state.best_loss}
+
+
+def _all_finite(model: nn.Module, here: Processes) -> bool:
+    """Whether no parameter, in any process, holds an infinity or a NaN."""
+    own = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    wrong = torch.stack([~torch.isfinite(parameter.detach()).all() for parameter in own]).sum()
+    return int(here.total(wrong)) == 0
 
 
 def _parts(examples: Examples, chosen: list[int], epoch: int, accumulation: int, here: Processes) -> list[Batch]:
@@ -223,7 +241,7 @@ def evaluate(
         here: the processes; each computes all of it, because FSDP2's layers need all of them at once.
 
     Returns:
-        {"validation_loss": ..., "validation_accuracy": ...}.
+        {"validation_loss": ..., "validation_accuracy": ...}; NaN where there is no target.
     """
     device = here.device if here else next(model.parameters()).device
     model.eval()
@@ -238,7 +256,8 @@ def evaluate(
         found = cross_entropy(logits, targets), correct(logits, targets), counted(targets)
         sums += torch.stack([value.double() for value in found]).cpu()
     loss, right, count = sums.tolist()
-    return {"validation_loss": loss / max(count, 1.0), "validation_accuracy": right / max(count, 1.0)}
+    count = count or math.nan  # a mean over nothing is no number
+    return {"validation_loss": loss / count, "validation_accuracy": right / count}
 
 
 def as_dict(config: TrainingConfig) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .durable import write_bytes
+from .text_file import InputError
 
 
 class Metrics:
@@ -39,17 +42,33 @@ class Metrics:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row) + "\n"
+    return json.dumps(finite(row), allow_nan=False) + "\n"
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with None for infinities and NaN, which JSON has no words for."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of metrics; none where there is no file."""
+    """The whole lines of a file of metrics; none where there is no file.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not one that ``Metrics`` wrote.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read ({error})") from error
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:  # the process was killed while it wrote this line
             break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise InputError(f"{path} must have an object with a step in each line, got line {number}: {line[:60]!r}")
+        rows.append(row)
     return rows
 
 
@@ -64,7 +83,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> bool:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel="loss a token, nats")
     for key, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
-        points = [(row["step"], row[key]) for row in rows if key in row]
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=3)
     axes.grid(alpha=0.3)
