@@ -1,8 +1,10 @@
 """The command line: help with an example, and one sentence with exit code 1 on bad input."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -148,13 +150,39 @@ def test_a_bad_target_is_one_sentence(capsys, model, target, sentence):
     ("options", "sentence"),
     [
         (("--steps", "-1"), "--steps >= 0"),
-        (("--limit", "nan"), "--limit must be >= 1"),
+        (("--limit", "nan"), "--limit must be >= 1 and finite"),
+        (("--limit", "inf"), "--limit must be >= 1 and finite"),
         (("--json", "/no/such/folder/proof.json"), "a folder that exists"),
     ],
 )
 def test_a_bad_option_is_refused_before_the_work(capsys, model, options, sentence):
     code, out, err = run(capsys, "prove", f"{model}:build", *options)
     assert code == 1 and not out and err.count("\n") == 1 and sentence in err
+
+
+@pytest.mark.parametrize("command", ["prove", "tune"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, monkeypatch, model, command):
+    words = command, f"{model}:build", "--json"
+    refusal = f"python -m tfm_kernels {command}: --json must be a file"
+    code, out, err = run(capsys, *words, str(model.parent))
+    assert code == 1 and not out and err == f"{refusal}, got the folder {str(model.parent)!r}\n"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != model or mode != os.W_OK)  # root may write anything
+    code, out, err = run(capsys, *words, str(model))
+    assert code == 1 and not out and err == f"{refusal} that may be written, got {str(model)!r}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("length", [10, 10**6])  # left in the buffer; or the command's own print fails
+def test_a_full_disk_under_the_output_is_one_sentence(length):
+    code = (
+        "from tfm_kernels import cli; from tfm_kernels.commands import doctor; "
+        f"doctor.doctor = lambda: 'x' * {length}; "
+        "raise SystemExit(cli.main(['doctor']))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "python -m tfm_kernels doctor: the output cannot be used (No space left on device)\n"
 
 
 def test_prove_a_model_folder_with_sentences(capsys, tmp_path):

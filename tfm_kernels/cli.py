@@ -24,16 +24,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options)
+        code = options.run(options)
+        _flush()
+        return code
     except CommandError as error:
-        print(f"{options.prog}: {error}", file=sys.stderr)
-        return 1
+        why = str(error)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        why = ""
+    except OSError as error:
+        why = f"{error.filename or 'the output'} cannot be used ({error.strerror or error})"
     except KeyboardInterrupt:
-        print(f"{options.prog}: stopped by the keyboard", file=sys.stderr)
-        return 1
+        why = "stopped by the keyboard"
+    if why:
+        print(f"{options.prog}: {why}", file=sys.stderr)
+    try:
+        _flush()
+    except OSError:  # or Python would try again at its end, and print a traceback
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+def _flush() -> None:
+    """Writes what was printed, so that a full disk or a closed pipe shows here."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:

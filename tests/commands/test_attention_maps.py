@@ -53,6 +53,8 @@ def test_every_task_and_a_choice_of_heads(run, runs, tmp_path, task):
         (["classify", "a cat", "--heads", "7"], "heads must lie in [0, 2), got"),
         (["classify", "a cat", "--target", "eine"], "--target needs a run of `train translate`"),
         (["classify", " "], "the text must hold something"),
+        (["classify", "\udcff"], "the text must be UTF-8 text, got byte 0xff in "),
+        (["translate", "a cat", "--target", "ein \udcff"], "--target must be UTF-8 text, got byte 0xff in "),
         (["absent", "a cat"], "is not the folder of a run"),
     ],
 )

@@ -1,6 +1,8 @@
 """``classify``: a label for each line, and one sentence for what is wrong."""
 
 import io
+import json
+import shutil
 import sys
 
 import pytest
@@ -48,3 +50,33 @@ def test_a_damaged_run_is_one_sentence(run, runs, tmp_path):
     refused(run("classify", tmp_path, runs / "en"), "is a checkpoint of another model")
     (tmp_path / "text.json").write_text("{}")
     refused(run("classify", tmp_path, runs / "en"), "is not a vocabulary of this library")
+
+
+def test_texts_that_are_cut_are_told(run, runs, tmp_path):
+    (tmp_path / "text").write_text("a" * 30 + "\n" + "a" * 31 + "\n")
+    code, out, err = run("classify", runs / "classify", tmp_path / "text")
+    assert code == 0 and len(out.splitlines()) == 2 and err == "1 line of more than 30 tokens was cut\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda settings: settings.pop("vocabularies"), "(it lacks 'vocabularies')"),
+        (lambda settings: settings.pop("model"), "(it lacks 'model')"),
+        (lambda settings: settings["model"].pop("max_length"), "(it lacks 'max_length')"),
+        (lambda settings: settings.update(model=None), "(its model is None)"),
+        (lambda settings: settings["labels"].pop(), "(it has 1 labels for 2 classes)"),
+    ],
+)
+def test_a_damaged_configuration_is_one_sentence(run, runs, tmp_path, change, sentence):
+    shutil.copytree(runs / "classify", tmp_path / "run")
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    change(settings)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(settings))
+    refused(run("classify", tmp_path / "run", runs / "en"), f"was not written by this version {sentence}")
+
+
+def test_a_vocabulary_of_another_run_is_one_sentence(run, runs, tmp_path):
+    shutil.copytree(runs / "classify", tmp_path / "run")
+    shutil.copy(runs / "causal-lm" / "text.json", tmp_path / "run" / "text.json")
+    refused(run("classify", tmp_path / "run", runs / "en"), "text.json is of another run: it has 22 tokens, the model")

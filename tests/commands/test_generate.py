@@ -40,12 +40,23 @@ def test_lines_begin_at_the_start_symbol(run, files):
     [
         (["--tokens", "0"], "--tokens must be >= 1, got 0"),
         (["--temperature", "0"], "--temperature must be > 0, got 0.0; --greedy takes the most probable"),
+        (["--temperature", "inf"], "--temperature must be a finite number, got inf"),
+        (["--seed", "99999999999999999999999"], "--seed must be <= 18446744073709551615, got 99999999999999999999999"),
+        (["--prompt", "\udcff"], "--prompt must be UTF-8 text, got byte 0xff in '\\udcff'"),
         (["--top-k", "0"], "--top-k must be >= 1, got 0"),
         (["--top-p", "1.5"], "--top-p must be in (0, 1], got 1.5"),
     ],
 )
 def test_a_bad_option_is_one_sentence(run, runs, arguments, sentence):
     refused(run("generate", runs / "causal-lm", *arguments), sentence)
+
+
+def test_the_smallest_temperature_is_greedy(run, runs):
+    texts = [
+        run("generate", runs / "causal-lm", "--prompt", "It", "--tokens", 8, *how)
+        for how in (["--temperature", "1e-300"], ["--greedy"])
+    ]
+    assert texts[0][0] == 0 and texts[0] == texts[1]
 
 
 def test_a_masked_model_fills_in(run, runs):

@@ -71,7 +71,8 @@ def test_byte_pairs_one_vocabulary_and_lines(run, files):
         ("classify", {"tsv": "fine\tpet\nno label\n"}, "a text, a tab and a label in each line, got line 2"),
         ("classify", {"tsv": "fine\tpet\ngood\tpet\n"}, "at least two different labels, got only 'pet'"),
         ("masked-lm", {"en": "\n \n"}, "holds no text"),
-        ("causal-lm", {"book": "too short"}, "the text must have at least"),
+        ("causal-lm", {"book": "too short"}, "book to learn from must have at least 64 tokens, got 10; a smaller"),
+        ("causal-lm", {"book": "word " * 50}, "the held-out part of "),
     ],
 )
 def test_a_bad_file_is_one_sentence_and_nothing_is_made(run, files, task, change, sentence):
@@ -95,6 +96,15 @@ def test_an_unknown_label_in_the_validation_is_one_sentence(run, files):
         (["--steps", "0"], "--steps must be >= 1, got 0"),
         (["--dropout", "2"], "--dropout must be <= 1, got 2.0"),
         (["--learning-rate", "nan"], "--learning-rate must be >= 0, got nan"),
+        (["--learning-rate", "inf"], "--learning-rate must be a finite number, got inf"),
+        (["--clip", "inf"], "--clip must be a finite number, got inf"),
+        (["--weight-decay", "inf"], "--weight-decay must be a finite number, got inf"),
+        (["--smoothing", "nan"], "--smoothing must be >= 0, got nan"),
+        (["--seed", "99999999999999999999999"], "--seed must be <= 18446744073709551615, got 99999999999999999999999"),
+        (["--vocabulary", "100000000000000000000"], "--vocabulary must be <= 10000000, got 100000000000000000000"),
+        (["--max-length", "1000000000000"], "--max-length must be <= 1000000, got 1000000000000"),
+        (["--d-model", "1000000", "--heads", "1", "--max-length", "999999"], "RuntimeError: "),
+        (["--accumulation", "7"], "--accumulation must be at most the number of examples, 6, got 7"),
         (["--schedule", "noam", "--warmup", "0"], "--warmup must be >= 1, got 0"),
         (["--heads", "3"], "d_model"),
         (["--tokens", "8"], "--tokens must be at least the longest example"),
@@ -106,6 +116,35 @@ def test_an_unknown_label_in_the_validation_is_one_sentence(run, files):
 def test_a_bad_option_is_one_sentence_and_nothing_is_made(run, files, options, sentence):
     refused(run(*training("translate", files, files / "run", *options)), sentence)
     assert not (files / "run").exists()
+
+
+def test_a_part_of_a_stream_that_is_too_short_is_named_with_a_way_out(run, files):
+    (files / "book").write_text("word " * 50)
+    words = (
+        "the held-out part of {} must have at least 33 tokens, got 27; a smaller --max-length or a larger --hold-out"
+    )
+    refused(run(*training("causal-lm", files, files / "run")), words.format(files / "book"))
+    found = run(*training("causal-lm", files, files / "run", "--validation", files / "en", "--max-length", "100"))
+    refused(found, f"{files / 'en'} must have at least 101 tokens, got 58; a smaller --max-length is one way out")
+    assert run(*training("causal-lm", files, files / "run", "--hold-out", "0"))[0] == 0
+
+
+def test_a_validation_of_which_nothing_is_masked_is_one_sentence(run, files):
+    (files / "short").write_text("a\n")
+    found = run(*training("masked-lm", files, files / "run", "--validation", files / "short"))
+    refused(found, "short is so short that none of its 3 tokens is masked; more lines or another --seed are needed")
+    assert not (files / "run").exists()
+
+
+def test_metrics_that_are_none_are_one_sentence_and_stay(run, files):
+    assert run(*training("masked-lm", files, files / "run"))[0] == 0
+    path = files / "run" / "metrics.jsonl"
+    path.write_text("null\n" + path.read_text())
+    before = path.read_text()
+    again = training("masked-lm", files, files / "run", "--resume", "--steps", "6")
+    code, out, err = run(*again)
+    assert code == 1 and not out and "metrics.jsonl must have an object with a step in each line, got line 1" in err
+    assert path.read_text() == before and "Traceback" not in err
 
 
 def test_a_folder_with_other_things_is_left_alone(run, files):

@@ -1,12 +1,14 @@
 """``translate``: a line for each line, BLEU against a reference, and one sentence for what is wrong."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tfm_kernels as tfk
 from tests.commands.test_train import refused
+from tfm_kernels.commands import translate
 from tfm_kernels.training import run_folder
 from tfm_kernels.training.vocabulary import END, START
 
@@ -51,12 +53,55 @@ def test_a_new_file_and_bleu(run, runs, tmp_path):
         (["translate", "en", "--beams", "0"], "--beams and --max-tokens must be >= 1, got 0 and None"),
         (["translate", "en", "--reference", "tsv.cut"], "has 6 lines but"),
         (["translate", "en", "--out", "absent/out"], "cannot be written (No such file or directory)"),
+        (["translate", "en", "--out", "classify"], "classify exists; --out must be a new file"),
+        (["translate", "en", "--beams", "1", "--length-penalty", "2"], "--length-penalty needs --beams of 2 or more"),
+        (["translate", "en", "--length-penalty", "nan"], "--length-penalty must be >= -50, got nan"),
+        (["translate", "en", "--length-penalty", "1e9"], "--length-penalty must be <= 50, got 1000000000.0"),
+        (["translate", "en", "--beams", "100000000000"], "--beams must be <= 1000, got 100000000000"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(run, runs, monkeypatch, arguments, sentence):
     monkeypatch.chdir(runs)
     (runs / "tsv.cut").write_text("one\ntwo\n")
     refused(run("translate", *arguments), sentence)
+
+
+def test_the_output_is_opened_before_the_work_and_gone_where_it_fails(run, runs, monkeypatch, tmp_path):
+    seen = []
+
+    def translations(*_):
+        seen.append((tmp_path / "out").exists())
+        raise RuntimeError("the GPU is gone\nand a trace of it")
+
+    monkeypatch.setattr(translate, "_translations", translations)
+    command = "translate", runs / "translate", runs / "en", "--out"
+    refused(run(*command, tmp_path / "out"), "translate: RuntimeError: the GPU is gone")
+    assert seen == [True] and not (tmp_path / "out").exists()
+    refused(run(*command, tmp_path / "absent" / "out"), "cannot be written (No such file or directory)")
+    assert seen == [True]
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [(["a" * 31], ""), (["a" * 32], "1 line of more than 31 tokens was cut\n"),
+     (["a dog", "a" * 32, "b" * 40], "2 lines of more than 31 tokens were cut\n")],
+)  # fmt: skip
+def test_lines_that_are_cut_are_told(run, runs, tmp_path, lines, sentence):
+    (tmp_path / "text").write_text("\n".join(lines) + "\n")
+    code, out, err = run("translate", runs / "translate", tmp_path / "text", "--beams", 1, "--max-tokens", 3)
+    assert code == 0 and len(out.splitlines()) == len(lines) and err == sentence
+
+
+def test_the_librarys_errors_are_one_sentence_but_not_in_development(run, runs, monkeypatch):
+    def translations(*_):
+        raise ValueError("generate: ids must be numbers, got letters")
+
+    monkeypatch.setattr(translate, "_translations", translations)
+    command = "translate", runs / "translate", runs / "en"
+    refused(run(*command), "python -m tfm_kernels translate: generate: ids must be numbers, got letters\n")
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(dev_mode=True))
+    with pytest.raises(ValueError, match="got letters"):
+        run(*command)
 
 
 def test_sacrebleu_missing_is_one_sentence_before_the_work(run, runs, monkeypatch):

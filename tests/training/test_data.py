@@ -80,8 +80,15 @@ def test_byte_pairs_give_every_text_back(tmp_path):
 
 
 def test_a_foreign_vocabulary_is_one_sentence(tmp_path):
+    pytest.importorskip("tokenizers")
     path = tmp_path / "vocabulary.json"
-    for content in ("{", "[]", json.dumps({"specials": ["a"], "kind": "character", "content": []})):
+    specials = list(vocabulary.SPECIALS)
+    foreign = [
+        {"specials": ["a"], "kind": "character", "content": []},
+        {"specials": specials, "kind": "character", "content": [1, 2]},
+        {"specials": specials, "kind": "byte-pair", "content": {}},  # tokenizers raises a bare Exception
+    ]
+    for content in ("{", "[]", *map(json.dumps, foreign)):
         path.write_text(content)
         with pytest.raises(training.InputError, match="is not a vocabulary of this library"):
             vocabulary.load(path)
@@ -103,6 +110,7 @@ def test_translation_examples(characters):
 def test_labelled_examples(characters):
     rows = [("cat", "good"), ("a dog and", "bad")]
     examples = training.LabelledExamples(rows, characters, ["bad", "good"], 6)
+    assert examples.cut == 1
     (ids,), labels = examples.batch([0, 1], 0)
     assert labels.tolist() == [1, 0] and ids[0].tolist() == [START, *characters.encode("cat"), END, PAD]
     assert ids[1].tolist() == [START, *characters.encode("a do"), END]
@@ -133,8 +141,17 @@ def test_lines_and_streams_predict_the_next_token(characters):
     still = training.StreamExamples(range(101), 10, seed=None)
     (ids,), wanted = still.batch(range(10), 5)
     assert torch.equal(ids.flatten(), torch.arange(100)) and wanted[-1, -1] == 100
-    with pytest.raises(training.InputError, match="at least 21 tokens, got 12"):
-        training.StreamExamples(range(12), 10, seed=1)
+
+
+@pytest.mark.parametrize(("seed", "least"), [(1, 20), (None, 11)])
+def test_a_stream_needs_as_many_tokens_as_its_sentence_says(seed, least):
+    shortest = training.StreamExamples(range(least), 10, seed)
+    assert shortest.lengths == [10]
+    for epoch in range(40):  # every beginning fits
+        (ids,), wanted = shortest.batch([0], epoch)
+        assert ids.shape == (1, 10) and torch.equal(ids + 1, wanted)
+    with pytest.raises(training.InputError, match=f"^its end must have at least {least} tokens, got {least - 1}$"):
+        training.StreamExamples(range(least - 1), 10, seed, "its end")
 
 
 def test_files_are_read_as_users_write_them(tmp_path):

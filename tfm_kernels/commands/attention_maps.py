@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import parser
-from .parser import CommandError, told
+from .parser import CommandError, legible, told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,8 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    legible("the text", options.text)
+    legible("--target", options.target)
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise CommandError(f"{options.out} is there already; --out must be a new folder")
     with told():

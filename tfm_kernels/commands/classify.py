@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import parser
-from .parser import told
+from .parser import shortened, told
 
 TOKENS = 4096  # of a batch, padding included
 
@@ -24,7 +24,11 @@ def add(commands: Any) -> None:
         "classify run dev.tsv --labelled",
     )
     command.add_argument("run_folder", type=Path, metavar="run", help="folder that `train classify` made")
-    command.add_argument("text", help="file of texts, one a line; - is the standard input")
+    command.add_argument(
+        "text",
+        help="file of texts, one a line; - is the standard input. What is longer than the run's --max-length is cut, "
+        "and how many lines were is told",
+    )
     command.add_argument("--labelled", action="store_true", help="the file has labels, too: print the accuracy at last")
 
 
@@ -43,6 +47,7 @@ def _run(options: argparse.Namespace) -> int:
             rows = [(line, trained.labels[0]) for line in read_sentences(options.text)]
         length = trained.settings["model"]["max_length"]
         examples = LabelledExamples(rows, trained.vocabularies["text"], trained.labels, length, options.text)
+        shortened(examples.cut, length - 2)
         right = 0
         for begin in range(0, len(rows), max(1, TOKENS // length)):  # in the file's order
             chosen = range(begin, min(len(rows), begin + max(1, TOKENS // length)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import parser
-from .parser import CommandError, told
+from .parser import LARGEST, SEEDS, CommandError, legible, told, within
 
 
 def add(commands: Any) -> None:
@@ -34,14 +34,13 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.tokens < 1:
-        raise CommandError(f"--tokens must be >= 1, got {options.tokens}")
+    within(options, tokens=(1, LARGEST), top_k=(1, LARGEST), seed=SEEDS)
     if not options.temperature > 0.0:
         raise CommandError(f"--temperature must be > 0, got {options.temperature}; --greedy takes the most probable")
-    if options.top_k is not None and options.top_k < 1:
-        raise CommandError(f"--top-k must be >= 1, got {options.top_k}")
+    within(options, temperature=(None, None))
     if options.top_p is not None and not 0.0 < options.top_p <= 1.0:
         raise CommandError(f"--top-p must be in (0, 1], got {options.top_p}")
+    legible("--prompt", options.prompt)
     with told():
         import torch
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import math
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
+
+LARGEST = 2**31 - 1  # of a number that counts something
+SEEDS = (-(2**63), 2**64 - 1)  # that torch.manual_seed takes
 
 
 class CommandError(Exception):
@@ -42,9 +48,73 @@ def add(commands: Any, name: str, run: Any, summary: str, *examples: str) -> arg
     return parser
 
 
+def within(options: argparse.Namespace, **bounds: tuple[float | None, float | None]) -> None:
+    """Refuses numbers outside their bounds; a number that was left out passes.
+
+    Args:
+        options: of the command.
+        bounds: option -> the least and the largest value, each None for none; what is not finite is always refused.
+    """
+    for name, (least, largest) in bounds.items():
+        value, option = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value is None:
+            continue
+        if least is not None and not value >= least:
+            raise CommandError(f"{option} must be >= {least}, got {value}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CommandError(f"{option} must be a finite number, got {value}")
+        if largest is not None and value > largest:
+            raise CommandError(f"{option} must be <= {largest}, got {value}")
+
+
+def legible(name: str, text: str | None) -> None:
+    """Refuses words of the command line whose bytes are not UTF-8; None passes."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        byte = ord(error.object[error.start]) & 0xFF  # Python hides it in a surrogate
+        raise CommandError(f"{name} must be UTF-8 text, got byte 0x{byte:02x} in {text!r}") from error
+
+
+def shortened(count: int, tokens: int) -> None:
+    """Says on stderr how many lines were cut, if any."""
+    if count:
+        were = "line of more than {} tokens was" if count == 1 else "lines of more than {} tokens were"
+        print(f"{count:,} {were.format(f'{tokens:,}')} cut", file=sys.stderr)
+
+
+@contextmanager
+def new_file(option: str, path: Path | None) -> Iterator[Callable[[str], Any]]:
+    """A new file, opened before the work whose result it is for; what writes into it, or prints where path is None.
+
+    Where the work fails, the file is not there.
+
+    Raises:
+        CommandError: the file is there already, or cannot be made.
+    """
+    if path is None:
+        yield sys.stdout.write
+        return
+    try:
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError as error:
+        raise CommandError(f"{path} exists; {option} must be a new file") from error
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written ({error.strerror})") from error
+    try:
+        with file:
+            yield file.write
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 @contextmanager
 def told() -> Iterator[None]:
-    """Within it, errors of input, and of a disk that is full or may not be written, become the command's."""
+    """Within it, errors of input, of a disk that is full or may not be written, and of the library are the command's.
+
+    ``python -X dev -m tfm_kernels ...`` lets the library's errors through, with their traceback.
+    """
     from ..training import InputError
 
     try:
@@ -55,6 +125,11 @@ def told() -> Iterator[None]:
         raise
     except OSError as error:
         raise CommandError(f"{error.filename or 'a file'} cannot be used ({error.strerror or error})") from error
+    except (ValueError, RuntimeError, OverflowError, MemoryError) as error:
+        if sys.flags.dev_mode:
+            raise
+        sentence = in_one_line(error)
+        raise CommandError(sentence.removeprefix("ValueError: ")) from error  # the library's sentences name their op
 
 
 def in_one_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +38,8 @@ def add(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     target.check_json(options.json)
-    if not (options.limit >= 1.0 and options.steps >= 0):
-        raise CommandError(f"--limit must be >= 1 and --steps >= 0, got {options.limit} and {options.steps}")
+    if not (1.0 <= options.limit < math.inf and options.steps >= 0):
+        raise CommandError(f"--limit must be >= 1 and finite, --steps >= 0, got {options.limit} and {options.steps}")
     model, inputs, loss_fn = target.load("prove", options.target, options.sentences)
     if options.train:
         model.train()

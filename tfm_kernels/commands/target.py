@@ -5,6 +5,7 @@ file that the report may go to.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -37,9 +38,16 @@ def declare_json(command: argparse.ArgumentParser) -> None:
 
 
 def check_json(path: str | None) -> None:
-    """Refuses a file of a folder that is not there, before the work."""
-    if path is not None and not Path(path).absolute().parent.is_dir():
+    """Refuses what cannot be written, before the work; nothing is made yet."""
+    if path is None:
+        return
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
         raise CommandError(f"--json must lie in a folder that exists, got {path!r}")
+    if file.is_dir():
+        raise CommandError(f"--json must be a file, got the folder {path!r}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise CommandError(f"--json must be a file that may be written, got {path!r}")
 
 
 def write_json(path: str | None, report: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import parser
-from .parser import CommandError, told
+from .parser import LARGEST, SEEDS, CommandError, told, within
 
 if TYPE_CHECKING:
     from ..training.tasks import Job
@@ -20,6 +20,7 @@ AS_NAMED = (
     *("steps", "accumulation", "schedule", "warmup", "weight_decay", "clip", "smoothing", "precision", "strategy"),
     *("seed", "log_every", "save_every"),
 )
+LAYERS, LONGEST, VOCABULARY = 1000, 1_000_000, 10_000_000  # beyond them memory ends, or the process in the tokenizer
 SMALL = "--d-model 128 --heads 4 --feed-forward 512 --layers 2"
 
 
@@ -177,16 +178,11 @@ def _causal_lm(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses numbers that mean nothing, before any file is read."""
-    least = {"steps": 1, "accumulation": 1, "log_every": 1, "save_every": 1, "layers": 1, "max_length": 3}
-    least |= {"tokens": 1, "batch": 1, "learning_rate": 0, "warmup": int(options.schedule == "noam"), "clip": 0}
-    least |= {"weight_decay": 0, "smoothing": 0, "dropout": 0}
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and not value >= bound:
-            raise CommandError(f"--{name.replace('_', '-')} must be >= {bound}, got {value}")
-    for name in ("smoothing", "dropout"):
-        if getattr(options, name) > 1:
-            raise CommandError(f"--{name} must be <= 1, got {getattr(options, name)}")
+    counts = "steps", "accumulation", "log_every", "save_every", "tokens", "batch", "d_model", "heads", "feed_forward"
+    within(options, **dict.fromkeys(counts, (1, LARGEST)), warmup=(int(options.schedule == "noam"), LARGEST))
+    within(options, layers=(1, LAYERS), max_length=(3, LONGEST), vocabulary=(1, VOCABULARY), seed=SEEDS)
+    within(options, **dict.fromkeys(("learning_rate", "clip", "weight_decay"), (0, None)))
+    within(options, smoothing=(0, 1), dropout=(0, 1))
 
 
 def _train(options: argparse.Namespace, job: Job) -> int:
@@ -203,6 +199,11 @@ def _train(options: argparse.Namespace, job: Job) -> int:
     tokens = options.tokens or (options.batch * longest if options.batch else max(4096, longest))
     if tokens < longest:
         raise CommandError(f"--tokens must be at least the longest example, {longest}, got {tokens}")
+    if options.accumulation > len(job.examples.lengths):
+        raise CommandError(
+            f"--accumulation must be at most the number of examples, {len(job.examples.lengths):,}, got "
+            f"{options.accumulation:,}"
+        )
     rate = options.learning_rate if options.learning_rate is not None else {"noam": 1.0}.get(options.schedule, 1e-3)
     config = training.TrainingConfig(
         tokens=tokens,
@@ -234,5 +235,5 @@ def _train(options: argparse.Namespace, job: Job) -> int:
             progress=shown and not options.quiet,
         )
         if shown:
-            print(json.dumps({**result, **job.baseline}))
+            print(json.dumps({**result, **job.baseline}, allow_nan=False))
     return 0

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from . import parser
-from .parser import CommandError, told
+from .parser import LARGEST, CommandError, new_file, shortened, told, within
 
 TOKENS = 2048  # of a batch of sources, padding included
+BEAMS = 1000  # each of them keeps a cache of its own
+PENALTY = 50  # a power of the number of tokens, which has to stay below 1e308
 
 
 def add(commands: Any) -> None:
@@ -24,7 +26,11 @@ def add(commands: Any) -> None:
         "translate run test.en --beams 4 --reference test.de --out test.out",
     )
     command.add_argument("run_folder", type=Path, metavar="run", help="folder that `train translate` made")
-    command.add_argument("text", help="file of sentences, one a line; - is the standard input")
+    command.add_argument(
+        "text",
+        help="file of sentences, one a line; - is the standard input. What is longer than the run's --max-length is "
+        "cut, and how many lines were is told",
+    )
     command.add_argument("--out", type=Path, help="write the translations to this new file instead of printing them")
     command.add_argument("--beams", type=int, default=4, help="default 4; 1 is greedy")
     command.add_argument("--length-penalty", type=float, default=1.0, help="default 1; larger prefers longer ones")
@@ -35,8 +41,9 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.beams < 1 or (options.max_tokens is not None and options.max_tokens < 1):
         raise CommandError(f"--beams and --max-tokens must be >= 1, got {options.beams} and {options.max_tokens}")
-    if options.out is not None and options.out.exists():
-        raise CommandError(f"{options.out} exists; --out must be a new file")
+    within(options, beams=(1, BEAMS), max_tokens=(1, LARGEST), length_penalty=(-PENALTY, PENALTY))
+    if options.beams == 1 and options.length_penalty != 1.0:
+        raise CommandError(f"--length-penalty needs --beams of 2 or more, got {options.length_penalty} with --beams 1")
     with told():
         from ..training.run_folder import opened
         from ..training.text_file import read_lines
@@ -48,15 +55,9 @@ def _run(options: argparse.Namespace) -> int:
                 f"{options.text} has {len(lines):,} lines but {options.reference} has {len(references):,}"
             )
         score = None if references is None else _bleu()
-        found = _translations(opened(options.run_folder, "translate"), lines, options)
-        text = "".join(f"{line}\n" for line in found)
-        if options.out is None:
-            sys.stdout.write(text)
-        else:
-            try:
-                options.out.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise CommandError(f"{options.out} cannot be written ({error.strerror})") from error
+        with new_file("--out", options.out) as write:  # before the work, which may take hours
+            found = _translations(opened(options.run_folder, "translate"), lines, options)
+            write("".join(f"{line}\n" for line in found))
         if score is not None:
             print(f"sacreBLEU {score(found, [references]).score:.2f}", file=sys.stderr)
     return 0
@@ -74,7 +75,9 @@ def _translations(trained: Any, lines: list[str], options: argparse.Namespace) -
 
     source, target = trained.vocabularies["source"], trained.vocabularies["target"]
     longest = trained.settings["model"]["max_length"]
-    rows = {at: [*source.encode(line)[: longest - 1], END] for at, line in enumerate(lines) if line}
+    encoded = {at: source.encode(line) for at, line in enumerate(lines) if line}
+    shortened(sum(len(ids) >= longest for ids in encoded.values()), longest - 1)
+    rows = {at: [*ids[: longest - 1], END] for at, ids in encoded.items()}
     found = [""] * len(lines)
     if not rows:
         return found

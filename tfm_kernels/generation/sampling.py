@@ -19,7 +19,9 @@ def shaped(scores: Tensor, temperature: float = 1.0, top_k: int | None = None, t
         (R, V) float32 (float64 for float64), each row of sum 1. Among equals the lower token number stays.
     """
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    p = (scores.to(wide) / temperature).softmax(-1)
+    limits = torch.finfo(wide)  # a temperature beyond them would be 0 or an infinity there, and all of p NaN
+    scores = scores.to(wide) - scores.amax(-1, keepdim=True)  # or a small temperature would make infinities
+    p = (scores / min(max(temperature, limits.tiny), limits.max)).softmax(-1)
     if top_k is None and top_p is None:
         return p
     ranked, order = p.sort(dim=-1, descending=True, stable=True)

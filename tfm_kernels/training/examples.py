@@ -112,7 +112,7 @@ class LabelledExamples:
         rows: (text, label).
         vocabulary: of the texts.
         labels: every label there is; a label's number is its place.
-        max_length: longer texts are cut.
+        max_length: longer texts are cut; ``cut`` is how many were.
         source: name of the file in the error sentence.
 
     Raises:
@@ -131,7 +131,11 @@ class LabelledExamples:
         unknown = sorted({label for _, label in rows} - set(labels))
         if unknown:
             raise InputError(f"{source} has the unknown label {unknown[0]!r}; known are {', '.join(labels)}")
-        self.texts = Rows(enclosed(vocabulary, text, max_length) for text, _ in rows)
+        self.texts, self.cut, room = Rows(), 0, max_length - 2
+        for text, _ in rows:
+            ids = vocabulary.encode(text)
+            self.cut += len(ids) > room
+            self.texts.append([START, *ids[:room], END])
         self.labels = torch.tensor([numbers[label] for _, label in rows])
         self.lengths = self.texts.lengths
 
@@ -207,17 +211,19 @@ class StreamExamples:
         ids: the text's tokens, (T,) int64 or a list.
         context: tokens of a window.
         seed: of the beginnings; None begins at the first token in every epoch.
+        source: name of the text in the error sentence.
 
     Raises:
-        InputError: the text has fewer than two windows and a token.
+        InputError: the text has fewer than two windows, or without a seed fewer than a window and a token.
     """
 
-    def __init__(self, ids: Sequence[int] | Tensor, context: int, seed: int | None) -> None:
+    def __init__(self, ids: Sequence[int] | Tensor, context: int, seed: int | None, source: str = "the text") -> None:
         self.ids, self.context, self.seed = torch.as_tensor(ids), context, seed
-        room = len(self.ids) - 1 - (context - 1 if seed is not None else 0)
-        if room < context:
-            raise InputError(f"the text must have at least {2 * context + 1} tokens, got {len(self.ids)}")
-        self.lengths = [context] * (room // context)
+        drawn = 0 if seed is None else context - 1  # where the first window may begin, at most
+        least = context + drawn + 1  # with the token that the last one of a window predicts
+        if len(self.ids) < least:
+            raise InputError(f"{source} must have at least {least:,} tokens, got {len(self.ids):,}")
+        self.lengths = [context] * ((len(self.ids) - drawn - 1) // context)
 
     def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
         """((ids (B, context),), next ids (B, context))."""

@@ -123,9 +123,24 @@ def _settings(folder: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
         if settings["format"] != FORMAT or settings["task"] not in TASKS:
             raise ValueError(f"format {settings['format']}, task {settings['task']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for name, kind in (("model", dict), ("vocabularies", list), ("labels", list)):
+            if not isinstance(settings[name], kind):
+                raise ValueError(f"its {name} is {settings[name]!r}")
+        for name in (*_vocabularies(settings["task"]), "max_length"):
+            if not isinstance(settings["model"][name], int):
+                raise ValueError(f"its model's {name} is {settings['model'][name]!r}")
+        if settings["task"] == "classify" and len(settings["labels"]) != settings["model"]["num_classes"]:
+            raise ValueError(f"it has {len(settings['labels'])} labels for {settings['model']['num_classes']} classes")
+    except KeyError as error:
+        raise InputError(f"{path} was not written by this version (it lacks {error})") from error
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path} was not written by this version ({error})") from error
     return settings
+
+
+def _vocabularies(task: str) -> dict[str, str]:
+    """The name of a vocabulary's size in a model's configuration -> the vocabulary."""
+    return {"source_vocab": "source", "target_vocab": "target"} if task == "translate" else {"vocab": "text"}
 
 
 def opened(folder: Path, *tasks: str) -> Trained:
@@ -136,7 +151,7 @@ def opened(folder: Path, *tasks: str) -> Trained:
         tasks: those that will do; none means any.
 
     Raises:
-        InputError: there is no run, it is of another task, or its checkpoint is missing or of another model.
+        InputError: there is no run, it is of another task, or a file of it is missing, damaged or of another run.
     """
     settings = _settings(folder)
     task = settings["task"]
@@ -144,11 +159,17 @@ def opened(folder: Path, *tasks: str) -> Trained:
         raise InputError(
             f"{folder} holds a run of `train {task}`; this needs one of `train {'` or `train '.join(tasks)}`"
         )
-    vocabularies = {name: load(folder / f"{name}.json") for name in settings["vocabularies"]}
+    vocabularies = {name: load(folder / f"{name}.json") for name in _vocabularies(task).values()}
+    for size, name in _vocabularies(task).items():
+        if vocabularies[name].size != settings["model"][size]:
+            raise InputError(
+                f"{folder / f'{name}.json'} is of another run: it has {vocabularies[name].size:,} tokens, the model "
+                f"{settings['model'][size]:,}"
+            )
     built = build(task, settings["model"])
     load_weights(built, Checkpoints(folder / "checkpoints").best())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Trained(task, built.eval().to(device), device, vocabularies, settings.get("labels", []), settings)
+    return Trained(task, built.eval().to(device), device, vocabularies, settings["labels"], settings)
 
 
 def build(task: str, sizes: dict[str, Any]) -> nn.Module:

@@ -139,6 +139,11 @@ def masked_lm(path: str, validation: str | None, text: Text, layers: int, sizes:
         counts = Counter(token for at in range(len(lines)) for token in examples.rows[at] if token >= len(SPECIALS))
         _, hidden = held.batch(range(len(held.rows)), 0)
         hidden = hidden[hidden >= 0]
+        if not len(hidden):
+            raise InputError(
+                f"{validation} is so short that none of its {sum(held.lengths):,} tokens is masked; more lines or "
+                f"another --seed are needed"
+            )
         baseline["unigram_accuracy"] = float((hidden == counts.most_common(1)[0][0]).double().mean())
     return Job(
         "masked-lm",
@@ -183,21 +188,29 @@ def causal_lm(
     learnt, held = whole[:cut], read_text(validation) if validation else whole[cut:]
     vocabulary = make(text.unit, [whole] if text.unit == "character" else learnt.splitlines(True), text.size)
 
-    def examples(content: str, seed: int | None) -> Examples:
+    def examples(content: str, seed: int | None, part: str, way_out: str) -> Examples:
         if by_line:
             lines = [line.strip() for line in content.split("\n") if line.strip()]
             if not lines:
                 raise InputError(f"{path} has no line left for {'training' if seed is not None else 'validation'}")
             return LineExamples(lines, vocabulary, text.max_length)
-        return StreamExamples([START, *vocabulary.encode(content), END], text.max_length, seed)
+        try:
+            return StreamExamples([START, *vocabulary.encode(content), END], text.max_length, seed, part)
+        except InputError as error:
+            raise InputError(f"{error}; a smaller --max-length {way_out}") from error
 
-    learning = examples(learnt, seed)
+    parted = validation is None and hold_out > 0.0
+    learning = examples(learnt, seed, f"the part of {path} to learn from" if parted else path, "is one way out")
+    if validation is not None:
+        last = validation, "is one way out"
+    else:
+        last = f"the held-out part of {path}", "or a larger --hold-out is one way out, --hold-out 0 holds nothing out"
     return Job(
         "causal-lm",
         {"vocab": vocabulary.size, **sizes, "num_layers": layers, "pad_id": PAD},
         {"text": vocabulary},
         learning,
-        examples(held, None) if held.strip() else None,
+        examples(held, None, *last) if held.strip() else None,
         _digests(path, validation),
         remarks=_counts(learning, "lines" if by_line else f"windows of {text.max_length} tokens"),
         by_line=by_line,

@@ -165,9 +165,17 @@ def load(path: Path) -> Vocabulary:
         if tuple(data["specials"]) != SPECIALS:
             raise ValueError(f"its special tokens are {data['specials']}")
         if data["kind"] == CharacterVocabulary.kind:
+            if not all(isinstance(character, str) and len(character) == 1 for character in data["content"]):
+                raise ValueError("its content must be characters")
             return CharacterVocabulary(data["content"])
-        return BytePairVocabulary(json.dumps(data["content"]))
+        content = json.dumps(data["content"])
     except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is not a vocabulary of this library ({error})") from error
+    try:
+        return BytePairVocabulary(content)
+    except InputError:  # tokenizers is missing
+        raise
+    except Exception as error:  # the library raises no class of its own
         raise InputError(f"{path} is not a vocabulary of this library ({error})") from error
 
 
