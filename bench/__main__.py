@@ -75,7 +75,7 @@ def _outcome(result: dict) -> str:
     words = [f"{name} REFUSED: {why}" for name, why in result["refused"].items()]
     for row in result["rows"]:
         if row["implementation"] == measure.AUTO:
-            against = report.best_torch(result, row["direction"])["median"] / row["median"]
+            against = record.best_torch(result, row["direction"])["median"] / row["median"]
             words.append(f"{row['direction']} {row['median'] * 1e6:.0f} us, {against:.2f}x")
     return f"[{result['chosen']}] " + ", ".join(words)
 

@@ -1,9 +1,9 @@
-"""README's two generated tables: who can run what, and what was measured."""
+"""README's three generated tables: who can run what, what was measured, and how far the other processors range."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,11 @@ from tfm_kernels import Mask, _backend, _library
 from . import record
 
 README = record.ROOT / "README.md"
-_COMPILED = ("cpu", "triton", "cuda")
+# folder of results -> the processor, of which the machine itself says less
+OTHERS = {
+    "cpu-avx2": "AMD EPYC of the Zen 3 kind: AVX2, no AVX-512",
+    "cpu-zen4": "AMD EPYC of the Zen 4 kind: AVX-512, AVX512_BF16",
+}
 
 
 def rewrite() -> bool:
@@ -27,9 +31,10 @@ def rewrite() -> bool:
 
 
 def render(text: str) -> str:
-    """README's text with both tables made anew between their markers."""
+    """README's text with its tables made anew between their markers."""
     text = _between(text, "matrix", matrix())
-    return _between(text, "measured", measured(record.load(record.RESULTS / "cpu")))
+    text = _between(text, "measured", measured(record.load(record.RESULTS / "cpu")))
+    return _between(text, "ranges", ranges({name: record.load(record.RESULTS / name) for name in OTHERS}))
 
 
 def _between(text: str, name: str, content: str) -> str:
@@ -151,14 +156,51 @@ def _measured_lines(group: Mapping[str, Any]) -> list[str]:
     for row in group["rows"]:
         if row["implementation"] != "auto" or row["direction"] == "backward":
             continue
-        theirs = min(
-            other["median"]
-            for other in group["rows"]
-            if other["direction"] == row["direction"] and other["implementation"].startswith("torch")
-        )
+        theirs = record.best_torch(group, row["direction"])["median"]
         direction = "forward" if row["direction"] == "forward" else "forward and backward"
         lines.append(
             f"| `{group['op']}` {group['label']} | {group['dtype']} | {direction} | {theirs * 1e6:.0f} "
             f"| {row['median'] * 1e6:.0f} | {theirs / row['median']:.2f}x | {row['limit'] / row['median']:.0%} |"
         )
     return lines
+
+
+def ranges(folders: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """The least and the largest speed-up of each op and type as Markdown, a line a processor and type.
+
+    A speed-up is the median of the fastest PyTorch path over that of automatic choice, in every group in which the
+    former is noticeable.
+
+    Args:
+        folders: name in OTHERS -> its results by op.
+    """
+    stems = list(dict.fromkeys(stem for results in folders.values() for stem in results))
+    names = {"layer_norm": "norms"}
+    lines = [
+        f"| processor | type | {' | '.join(names.get(stem, f'`{stem}`') for stem in stems)} |",
+        "|---|---" + "|---:" * len(stems) + "|",
+    ]
+    for folder, results in folders.items():
+        (threads,) = {result["environment"]["threads"] for result in results.values()}
+        for dtype in dict.fromkeys(group["dtype"] for result in results.values() for group in result["groups"]):
+            cells = [_range(results[stem]["groups"] if stem in results else (), dtype) for stem in stems]
+            lines.append(f"| {OTHERS[folder]}; {threads} threads | {dtype} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _range(groups: Iterable[Mapping[str, Any]], dtype: str) -> str:
+    """The range without gradients; the one with them: each where there is such a case."""
+    found: dict[str, list[float]] = {"forward": [], "both": []}
+    for group in groups:
+        for row in group["rows"]:
+            if group["dtype"] == dtype and row["implementation"] == "auto" and row["direction"] in found:
+                theirs = record.best_torch(group, row["direction"])["median"]
+                if theirs >= record.NOTICEABLE:
+                    found[row["direction"]].append(theirs / row["median"])
+    ends = [dict.fromkeys((_times(min(values)), _times(max(values)))) for values in found.values() if values]
+    return "; ".join(" to ".join(pair) for pair in ends) or "-"
+
+
+def _times(ratio: float) -> str:
+    """Three digits below 2, where they decide, and two above."""
+    return f"{ratio:.2f}" if ratio < 1.995 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from tfm_kernels import _library, _measured
 
+NOTICEABLE = 100e-6  # seconds; below that a call's fixed cost decides, told apart
 PROTOCOL = 1  # raised whenever what is timed, or how, changes: numbers of two protocols are never compared
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -112,6 +113,14 @@ class Results:
             found = group, textwrap.indent(json.dumps(group, indent=1), "  ")
             self._texts[group["key"]] = found
         return found[1]
+
+
+def best_torch(group: Mapping[str, Any], direction: str) -> Mapping[str, Any]:
+    """The row of the fastest PyTorch path of a group: eager or, where it was tried, compiled."""
+    candidates = [
+        row for row in group["rows"] if row["direction"] == direction and row["implementation"].startswith("torch")
+    ]
+    return min(candidates, key=lambda row: row["median"])
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:

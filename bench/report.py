@@ -16,7 +16,6 @@ from typing import Any
 from . import readme, record
 
 TOLERATED = 1.02  # automatic choice may be slower than PyTorch by noise, no more
-NOTICEABLE = 100e-6  # seconds; below that a call's fixed cost decides, listed apart
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -27,14 +26,6 @@ def rows(results: Results) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any
         for group in result["groups"]:
             for row in group["rows"]:
                 yield group, row
-
-
-def best_torch(group: Mapping[str, Any], direction: str) -> Mapping[str, Any]:
-    """The fastest PyTorch path of a group: eager or compiled."""
-    candidates = [
-        row for row in group["rows"] if row["direction"] == direction and row["implementation"].startswith("torch")
-    ]
-    return min(candidates, key=lambda row: row["median"])
 
 
 def losses(results: Results, *, noticeable: bool = True) -> list[tuple[float, str]]:
@@ -53,7 +44,7 @@ def losses(results: Results, *, noticeable: bool = True) -> list[tuple[float, st
             r["median"] for r in group["rows"] if (r["direction"], r["implementation"]) == (row["direction"], "torch")
         )
         slowdown = min(row["ratio"], row["median"] / theirs)
-        if slowdown > TOLERATED and (theirs >= NOTICEABLE) == noticeable:
+        if slowdown > TOLERATED and (theirs >= record.NOTICEABLE) == noticeable:
             found.append((slowdown, f"{_name(group, row)}: {_us(row['median'])} against {_us(theirs)} us"))
     return sorted(found, reverse=True)
 
@@ -86,7 +77,7 @@ def table(result: Mapping[str, Any]) -> str:
             f"{'vs PyTorch':>12}{'MiB':>9}"
         )
         for row in group["rows"]:
-            against = best_torch(group, row["direction"])["median"] / row["median"]
+            against = record.best_torch(group, row["direction"])["median"] / row["median"]
             memory = group["memory"].get(row["implementation"])
             lines.append(
                 f"  {row['direction']:10}{row['implementation']:15}{_us(row['median']):>10}{_us(row['p20']):>10}"

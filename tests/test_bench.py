@@ -176,6 +176,29 @@ def test_report_of_losses():
     assert "slower than PyTorch by more than 2%, where PyTorch takes 100 us or more: 1" in report.summary(slow)
 
 
+def test_readmes_ranges_are_against_the_faster_of_eager_and_compiled():
+    def group(op, label, dtype, *rows):
+        return canned(op=op, label=label, dtype=dtype, rows=rows)["layer_norm"]["groups"][0]
+
+    compiled = row("torch.compile", 1.5e-4, 0.7, "both")
+    groups = [
+        group("ffn", "one", "float32", row("torch", 2e-4, 1.0), row("auto", 1e-4, 0.1)),
+        group("ffn", "two", "float32", row("torch", 9e-4, 1.0), row("auto", 6e-4, 0.1)),
+        group("ffn", "small", "float32", row("torch", 9e-5, 1.0), row("auto", 1e-6, 0.1)),  # its fixed cost decides
+        group("ffn", "three", "float32", row("torch", 2e-4, 1.0, "both"), compiled, row("auto", 1e-5, 0.1, "both"),
+              row("torch", 2e-4, 1.0, "backward"), row("auto", 2e-7, 0.1, "backward")),
+        group("ffn", "one", "float16", row("torch", 2e-4, 1.0), row("auto", 4e-4, 2.0)),
+    ]  # fmt: skip
+    results = canned()
+    told = readme.ranges({"cpu-zen4": {**results, "ffn": {**results["layer_norm"], "groups": groups}}}).splitlines()
+    name = "AMD EPYC of the Zen 4 kind: AVX-512, AVX512_BF16; 2 threads"
+    assert told[0] == "| processor | type | norms | `ffn` |"
+    assert told[2:] == [
+        f"| {name} | float32 | 2.0 | 1.50 to 2.0; 15 |",
+        f"| {name} | float16 | - | 0.50 |",
+    ]
+
+
 def test_results_continue_only_on_the_same_sources(tmp_path):
     path = tmp_path / "cpu" / "layer_norm.json"
     now = {"sources": "a", "date": "monday"}
