@@ -74,6 +74,24 @@ def test_explain_lists_every_backend_and_the_choice(x):
         tfk.explain("layer_norm", x, torch.ones(3))
 
 
+@pytest.mark.parametrize("ask", ["explain", "tune"])
+def test_arguments_that_do_not_fit_an_op_are_a_sentence_that_names_both(ask):
+    q = torch.randn(1, 2, 3, 8)
+
+    def call(*args, **kwargs):
+        tfk.explain("attention", *args, **kwargs) if ask == "explain" else tfk.tune("attention", kwargs or args)
+
+    names = f"^{ask}: the arguments of attention must be query, key, value, mask, bias, scale, .*, got a call with "
+    for args, kwargs, what in (
+        ((), {}, "missing a required argument: 'query'"),
+        ((q, q), {}, "missing a required argument: 'value'"),
+        ((), {"query": q, "keys": q}, "missing a required argument: 'key'"),
+        ((q, q, q, None, None), {}, "too many positional arguments"),
+    ):
+        with pytest.raises(TypeError, match=names + what):
+            call(*args, **kwargs)
+
+
 def test_cpu_says_what_it_needs():
     meta = torch.empty(2, 8, device="meta")
     with pytest.raises(tfk.BackendError, match="needs a CPU tensor, got meta"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -139,6 +140,21 @@ def chosen(op: str, *args: Any, **kwargs: Any) -> str:
     return select(entry, entry.describe(*args, **kwargs), None)
 
 
+def described(caller: str, op: Op, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """The checked call of an op with a user's arguments.
+
+    Raises:
+        TypeError: they do not fit the op's parameters (the message names caller and op), or one is of a wrong kind.
+        ValueError: one of them is wrong.
+    """
+    try:
+        signature(op.describe).bind(*args, **kwargs)
+    except TypeError as error:
+        names = ", ".join(signature(op.describe).parameters)
+        raise TypeError(f"{caller}: the arguments of {op.name} must be {names}, got a call with {error}") from None
+    return op.describe(*args, **kwargs)
+
+
 class Choices:
     """What was chosen for calls that an op has checked before: the same call again costs a look-up instead of checks.
 
@@ -222,7 +238,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
         raise ValueError(f"explain: op must be one of {', '.join(sorted(OPS))}, got {op!r}")
     entry = OPS[op]
     kwargs.pop("backend", None)
-    call = entry.describe(*args, **kwargs)
+    call = described("explain", entry, args, kwargs)
     chosen = select(entry, call, None)
     why = "use_backend() asks for it" if _forced is not None else "automatic choice"
     if _forced is None and _measured_choice(entry, call) is not None:

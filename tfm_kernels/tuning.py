@@ -167,7 +167,7 @@ def _call_of(name: str, args: tuple, kwargs: dict[str, Any]) -> Calls:
     if kwargs.get("backend") is not None:
         raise ValueError(f"tune: backend={kwargs['backend']!r} leaves nothing to choose; leave it out")
     op = _backend.OPS[name]
-    call = op.describe(*args, **{key: value for key, value in kwargs.items() if key != "backend"})
+    call = _backend.described("tune", op, args, {key: value for key, value in kwargs.items() if key != "backend"})
     return {_backend.bucket(op, call): (op, call)}
 
 

@@ -244,6 +244,28 @@ def test_packed_and_padded_runs_agree(backend):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"attn_mask": torch.ones(3, 3, dtype=torch.int64)}, ValueError, "attn_mask must be bool (True = may attend) "
+         "or floating like query (added to the scores), got int64"),
+        ({"attn_mask": torch.ones(3, 3, dtype=torch.float64)}, ValueError, "attn_mask must be bool (True = may attend) "
+         "or floating like query (added to the scores), got float64"),
+        ({"attn_mask": torch.ones(3, 3, device="meta")}, ValueError, "attn_mask must be on query's device cpu"),
+        ({"attn_mask": "causal"}, TypeError, "attn_mask must be a tensor or None, got str"),
+        ({name: torch.randn(3) for name in ("query", "key", "value")}, ValueError,
+         "query must have at least 2 dimensions, got shape (3,)"),
+        ({"value": torch.randn(2, 3, 8)}, ValueError,
+         "value must have as many dimensions as query (1, 2, 3, 8), got shape (2, 3, 8)"),
+    ],
+)  # fmt: skip
+def test_scaled_dot_product_attention_names_its_own_arguments(changes, error, sentence):
+    arguments = {name: torch.randn(1, 2, 3, 8) for name in ("query", "key", "value")}
+    with pytest.raises(error) as caught:
+        tfk.ops.scaled_dot_product_attention(**arguments | changes)
+    assert str(caught.value).startswith(f"scaled_dot_product_attention: {sentence}")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scaled_dot_product_attention_is_torchs(backend):
     q, k, v = qkv(heads=4, key_heads=2, dtype=torch.float64)

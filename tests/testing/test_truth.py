@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tfm_kernels import Mask
-from tfm_kernels.testing import ContractError, judge
+from tfm_kernels.testing import ContractError, assert_contract, judge
 from tfm_kernels.testing.judge import TRUTHS, eager_results
 
 SEED = torch.tensor(5)
@@ -147,3 +147,11 @@ def test_unknown_names_are_refused():
         judge("layer_norm", {"x": x}, {"out": x})
     with pytest.raises(ValueError, match="no rule for 'rstd'"):
         judge("layer_norm", {"x": x}, {"y": x, "rstd": x})
+
+
+def test_inputs_of_the_contract_are_named_arguments():
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(TypeError, match="inputs must be a mapping of attention's arguments by name, got tuple$"):
+        assert_contract("attention", (q, q), "cpu")
+    with pytest.raises(ValueError, match="inputs of attention must hold 'query', got 'key', 'value'$"):
+        assert_contract("attention", {"key": q, "value": q}, "cpu")

@@ -11,7 +11,7 @@ from .. import _check
 from .._backend import Op, register, select
 from ..mask import Mask
 from .attention import PREFER, REMARKS, SUPPORT, run, stand_in
-from .attention_call import AttentionCall, bucket, describe_dense
+from .attention_call import AttentionCall, bucket, check_device, describe_dense
 
 _NAME = "scaled_dot_product_attention"
 
@@ -29,15 +29,24 @@ def describe(
     """Checks the arguments of ``scaled_dot_product_attention`` and brings them to (B, H, T, D)."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check.tensor(_NAME, name, tensor)
-        if tensor.dim() < 2 or tensor.dim() != query.dim():
+        if tensor.dim() < 2:
+            raise ValueError(f"{_NAME}: {name} must have at least 2 dimensions, got shape {tuple(tensor.shape)}")
+        if tensor.dim() != query.dim():
             raise ValueError(
-                f"{_NAME}: query, key and value must be (..., H, T, D) with at least 2 dimensions and equally many, "
-                f"got {query.dim()}, {name} with {tensor.dim()}"
+                f"{_NAME}: {name} must have as many dimensions as query {tuple(query.shape)}, "
+                f"got shape {tuple(tensor.shape)}"
             )
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{_NAME}: {name} must be True or False, got {type(flag).__name__}")
     _check.tensor(_NAME, "attn_mask", attn_mask, optional=True)
+    if attn_mask is not None:
+        check_device(_NAME, "attn_mask", attn_mask, query)
+        if attn_mask.dtype not in (torch.bool, query.dtype, torch.float32):
+            raise ValueError(
+                f"{_NAME}: attn_mask must be bool (True = may attend) or floating like query (added to the scores), "
+                f"got {_check.dtype_name(attn_mask)}"
+            )
     if is_causal and attn_mask is not None:
         raise ValueError(f"{_NAME}: attn_mask must be None where is_causal is True, got shape {tuple(attn_mask.shape)}")
     mask: Mask | Tensor | None = Mask.causal() if is_causal else None

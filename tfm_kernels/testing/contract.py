@@ -131,6 +131,13 @@ def contract_report(
     """What assert_contract() finds, without raising."""
     if op not in TRUTHS:
         raise ValueError(f"assert_contract: op must be one of {', '.join(TRUTHS)}, got {op!r}")
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"assert_contract: inputs must be a mapping of {op}'s arguments by name, got {type(inputs).__name__}"
+        )
+    needed = "query" if op.startswith("attention") else "x"
+    if needed not in inputs:
+        raise ValueError(f"assert_contract: inputs of {op} must hold {needed!r}, got {', '.join(map(repr, inputs))}")
     inputs = dict(inputs)
     main = main_tensor(inputs)
     if inputs.get("dropout_p", 0.0) > 0.0 and inputs.get("seed") is None:
