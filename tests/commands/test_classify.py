@@ -53,6 +53,7 @@ def test_a_damaged_run_is_one_sentence(run, runs, tmp_path):
 
 
 def test_texts_that_are_cut_are_told(run, runs, tmp_path):
+    assert "longer than the run's --max-length is cut" in " ".join(run("classify", "--help")[1].split())
     (tmp_path / "text").write_text("a" * 30 + "\n" + "a" * 31 + "\n")
     code, out, err = run("classify", runs / "classify", tmp_path / "text")
     assert code == 0 and len(out.splitlines()) == 2 and err == "1 line of more than 30 tokens was cut\n"

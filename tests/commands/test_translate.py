@@ -87,6 +87,7 @@ def test_the_output_is_opened_before_the_work_and_gone_where_it_fails(run, runs,
      (["a dog", "a" * 32, "b" * 40], "2 lines of more than 31 tokens were cut\n")],
 )  # fmt: skip
 def test_lines_that_are_cut_are_told(run, runs, tmp_path, lines, sentence):
+    assert "longer than the run's --max-length is cut" in " ".join(run("translate", "--help")[1].split())
     (tmp_path / "text").write_text("\n".join(lines) + "\n")
     code, out, err = run("translate", runs / "translate", tmp_path / "text", "--beams", 1, "--max-tokens", 3)
     assert code == 0 and len(out.splitlines()) == len(lines) and err == sentence
