@@ -66,7 +66,7 @@ demo: $(VENV)/deps
 bench: build
 	$(BIN)/python -m bench
 
-# needs nothing but what this Python has: torch with CUDA, triton, pytest; about 8 minutes
+# needs nothing but what this Python has: torch with CUDA, triton, pytest; made for about 8 minutes, not yet run on a GPU
 gpu:
 	$(PYTHON) -m bench.gpu
 
