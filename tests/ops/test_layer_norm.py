@@ -111,6 +111,21 @@ def test_dropout_rows_pick_the_padded_runs_masks(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rms", [False, True])
+def test_dropout_rows_may_lie_apart(backend, rms):
+    norm = tfk.ops.add_rms_norm if rms else tfk.ops.add_layer_norm
+    x, rows = torch.randn(3, 16, requires_grad=True), torch.tensor([5, 0, 9])
+    apart = torch.stack([rows, rows + 1], dim=1)[:, 0]
+    assert not apart.is_contiguous()
+    found = []
+    for numbers in (rows, apart):
+        options = {"dropout_p": 0.5, "seed": torch.tensor(7), "dropout_rows": numbers, "backend": backend}
+        y, z = norm(x, torch.zeros(3, 16), **options)
+        found.append([y, z, *torch.autograd.grad(y.square().sum() + z.sum(), x)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_at_the_ends(backend):
     x, residual = randn(3, 8), randn(3, 8, seed=1)
     y, z = tfk.ops.add_layer_norm(x, residual, dropout_p=1.0, seed=SEED, backend=backend)
@@ -349,7 +364,7 @@ BAD = [
     (
         lambda: tfk.ops.layer_norm(X, torch.ones(8).double()),
         ValueError,
-        "weight must be float32 or float32 .*got float64",
+        "weight must be float32 to go with x, got float64",
     ),
     (lambda: tfk.ops.layer_norm(X.half(), torch.ones(8).bfloat16()), ValueError, "weight must be float16 or float32"),
     (

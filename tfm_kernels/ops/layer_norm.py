@@ -107,6 +107,7 @@ _CHOICES = Choices()
 def _run(name: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, rms, keep_sum=True):
     """The way of one call once its backend is chosen: one of three doors. Returns (y, z), z only where it is kept."""
     if name in COMPILED:
+        dropout_rows = None if dropout_rows is None else dropout_rows.contiguous()
         y, z, _, _ = _apply(
             name, x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dropout_rows, keep_sum
         )

@@ -86,10 +86,8 @@ def describe(op: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_r
     for name, value in (("weight", weight), ("bias", bias)):
         _check.shape(op, name, value, x.shape[-1:], "x", x)
         if value is not None and value.dtype not in (dtype, torch.float32):
-            raise ValueError(
-                f"{op}: {name} must be {_check.dtype_name(dtype)} or float32 to go with x, got "
-                f"{_check.dtype_name(value.dtype)}"
-            )
+            allowed = " or ".join(dict.fromkeys((_check.dtype_name(dtype), "float32")))
+            raise ValueError(f"{op}: {name} must be {allowed} to go with x, got {_check.dtype_name(value.dtype)}")
     rows = x.numel() // x.shape[-1]
     _check.dropout_rows(op, dropout_rows, rows)
     mixed = any(p is not None and p.dtype != dtype for p in (weight, bias))
