@@ -66,6 +66,53 @@ def test_autocast_on_the_cpu_is_torchs(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_an_rms_norm_takes_weights_narrower_than_its_input(backend, weights, dtype):
+    theirs, ours = twins("RMSNorm", 16, dtype=weights, backend=backend)
+    with torch.no_grad():
+        for norm in (theirs, ours):
+            norm.weight.copy_(torch.linspace(-2, 2, 16))
+    x = randn(4, 16, dtype=dtype)
+    expected, found = theirs(x), ours(x)
+    assert found.dtype == expected.dtype == dtype
+    torch.testing.assert_close(found, expected)
+    y, z = add_norm(x, x.flip(0), torch.nn.Dropout(0.0), ours)
+    torch.testing.assert_close(y, theirs(z))
+    for norm, out in ((theirs, expected), (ours, found)):
+        out.backward(randn(4, 16, dtype=dtype, seed=1))
+        assert norm.weight.grad.dtype == weights
+    # torch rounds the products of 16-bit inputs before it sums them
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_16_bit_norms_under_autocast_on_a_gpu(kind, backend, monkeypatch):
+    """There autocast widens input, weight and bias; here the input alone is widened before, as on a GPU."""
+    from tfm_kernels.nn import layer_norm
+
+    _, ours = twins(kind, 16, dtype=torch.bfloat16, backend=backend)
+    x = randn(4, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(layer_norm, "_widened", lambda dtype, device: dtype == torch.bfloat16)
+    y = ours(x)
+    assert y.dtype == torch.float32
+    monkeypatch.undo()
+    torch.testing.assert_close(y, ours.float()(x.float()))
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_torch_fx_traces_norms(kind):
+    theirs, ours = twins(kind, (2, 8), dtype=torch.float32, backend=None)
+    x = randn(4, 2, 8, dtype=torch.float32)
+    for model in (ours, torch.nn.Sequential(torch.nn.Linear(8, 8), ours)):
+        traced = torch.fx.symbolic_trace(model)
+        torch.testing.assert_close(traced(x), model(x))
+    torch.testing.assert_close(torch.fx.symbolic_trace(ours)(x), theirs(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", [tfk.nn.LayerNorm, tfk.nn.RMSNorm, torch.nn.LayerNorm, torch.nn.RMSNorm])
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
 def test_add_norm_equals_its_parts(backend, kind, dtypes):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .. import _check, ops
 from ..ops.layer_norm import layer_norm_of_sum
@@ -61,11 +61,11 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises ``input``."""
-        if isinstance(input, Tensor) and (input.is_nested or not ordinary(input, self.weight, self.bias)):
-            return super().forward(input)  # a tensor of a kind of its own (sharded, nested) knows its own way
+        if _is_special(input, self.weight, self.bias):
+            return super().forward(input)
         x = _rows("LayerNorm", input, self.normalized_shape)
-        y = ops.layer_norm(x, _flat(self.weight), _flat(self.bias), self.eps, backend=self.backend)
-        return y.view(input.shape)
+        weight, bias = _parameter(self.weight, x.dtype), _parameter(self.bias, x.dtype)
+        return _shaped(ops.layer_norm(x, weight, bias, self.eps, backend=self.backend), input)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -110,10 +110,11 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises ``x``."""
-        if isinstance(x, Tensor) and (x.is_nested or not ordinary(x, self.weight)):
+        if _is_special(x, self.weight):
             return super().forward(x)
         rows = _rows("RMSNorm", x, self.normalized_shape)
-        return ops.rms_norm(rows, _flat(self.weight), _eps(self, rows), backend=self.backend).view(x.shape)
+        weight = _parameter(self.weight, rows.dtype)
+        return _shaped(ops.rms_norm(rows, weight, _eps(self, rows), backend=self.backend), x)
 
 
 _NORMS = (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)
@@ -130,9 +131,10 @@ def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -
         z = residual + dropout(x)
         return norm(z), z
     layer, backend = cast(Any, norm), getattr(norm, "backend", None)
+    weight, bias = _parameters(norm, x, residual)
     if isinstance(norm, nn.LayerNorm):
-        return ops.add_layer_norm(x, residual, layer.weight, layer.bias, layer.eps, dropout_p=p, backend=backend)
-    return ops.add_rms_norm(x, residual, layer.weight, _eps(layer, x, residual), dropout_p=p, backend=backend)
+        return ops.add_layer_norm(x, residual, weight, bias, layer.eps, dropout_p=p, backend=backend)
+    return ops.add_rms_norm(x, residual, weight, _eps(layer, x, residual), dropout_p=p, backend=backend)
 
 
 def norm_of_sum(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
@@ -141,7 +143,7 @@ def norm_of_sum(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module
     if p is None:
         return add_norm(x, residual, dropout, norm)[0]
     layer, backend = cast(Any, norm), getattr(norm, "backend", None)
-    return layer_norm_of_sum(x, residual, layer.weight, layer.bias, layer.eps, dropout_p=p, backend=backend)
+    return layer_norm_of_sum(x, residual, *_parameters(norm, x, residual), layer.eps, dropout_p=p, backend=backend)
 
 
 def _fused(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> float | None:
@@ -162,6 +164,13 @@ def add(x: Tensor, residual: Tensor, dropout: nn.Module, backend: str | None) ->
     if p == 0.0:
         return residual + x
     return ops.add_rms_norm(x, residual, eps=1.0, dropout_p=p, backend=backend)[1]  # the norm itself is not wanted
+
+
+def _is_special(x: Any, *parameters: Tensor | None) -> bool:
+    """Whether torch's own forward has to take ``x``: of a kind of its own (sharded, nested), or traced by torch.fx."""
+    if isinstance(x, Tensor):
+        return x.is_nested or not ordinary(x, *parameters)
+    return isinstance(x, fx.Proxy)
 
 
 def _widened(dtype: torch.dtype, device: torch.device) -> bool:
@@ -185,8 +194,24 @@ def _rows(op: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.float() if _widened(x.dtype, x.device) else x
 
 
-def _flat(parameter: Tensor | None) -> Tensor | None:
-    return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
+def _shaped(y: Tensor, like: Tensor) -> Tensor:
+    return y if like.dim() == y.dim() else y.view(like.shape)  # a view could not be written into after torch.no_grad()
+
+
+def _parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A weight or bias as ops takes it for tensors of ``dtype``: one axis; a narrower one in the dtype computed in."""
+    if parameter is None:
+        return None
+    if parameter.dim() > 1:
+        parameter = parameter.flatten()
+    if parameter.dtype != dtype and parameter.dtype in (torch.float16, torch.bfloat16):
+        parameter = parameter.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    return parameter
+
+
+def _parameters(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    dtype = x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
+    return _parameter(norm.weight, dtype), _parameter(getattr(norm, "bias", None), dtype)
 
 
 def _eps(norm: nn.RMSNorm, *tensors: Tensor) -> float:
