@@ -1,5 +1,6 @@
 """How a backend is chosen, forced, refused and explained."""
 
+import threading
 from importlib.util import find_spec
 
 import pytest
@@ -43,6 +44,39 @@ def test_use_backend_is_scoped_and_survives_errors(x):
     with pytest.raises(RuntimeError, match="mine"), tfk.use_backend("reference"):
         raise RuntimeError("mine")
     assert _backend._forced is None
+
+
+def test_blocks_of_several_threads_may_overlap():
+    """Whichever is left first; nothing stays set when all are left."""
+    for first_out in (0, 1):
+        inside = [threading.Event(), threading.Event()]
+        leave = [threading.Event(), threading.Event()]
+
+        def block(n, name, inside=inside, leave=leave):
+            with tfk.use_backend(name):
+                inside[n].set()
+                leave[n].wait(10)
+
+        threads = [threading.Thread(target=block, args=given) for given in ((0, "reference"), (1, "aten"))]
+        for thread, entered in zip(threads, inside, strict=True):
+            thread.start()
+            assert entered.wait(10)
+        assert _backend.forced() == "aten", "the one entered last"
+        leave[first_out].set()
+        threads[first_out].join(10)
+        assert _backend.forced() == ("aten", "reference")[first_out]
+        leave[1 - first_out].set()
+        threads[1 - first_out].join(10)
+        assert _backend.forced() is None and not _backend._entered
+
+
+def test_use_backend_is_read_by_compiled_code(x):
+    compiled = torch.compile(lambda t: tfk.ops.layer_norm(t) + 1, fullgraph=True, backend="eager")
+    plain = compiled(x)
+    with tfk.use_backend("reference"):
+        torch.testing.assert_close(compiled(x), plain)
+        with tfk.use_backend("triton"), pytest.raises(Exception, match="cannot run this call"):
+            compiled(x)
 
 
 def test_argument_beats_use_backend(x):

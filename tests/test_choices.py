@@ -218,6 +218,15 @@ def test_the_memory_is_bounded(monkeypatch):
     assert choices.get(None) is None and choices.keep(None, "cpu") == "cpu" and choices.get(None) is None
 
 
+def test_a_choice_made_before_forget_is_not_kept():
+    """As when another thread leaves use_backend() between the choice and its keeping."""
+    choices = _backend.Choices()
+    assert choices.get(b"key") is None
+    _backend.Choices.forget()
+    assert choices.keep(b"key", "reference") == "reference" and choices.get(b"key") is None
+    assert choices.keep(b"key", "aten") == "aten" and choices.get(b"key") == "aten"
+
+
 def test_compiled_code_neither_reads_nor_writes_it(x):
     _backend.Choices.forget()
     compiled = torch.compile(lambda x: ops.layer_norm(x) + ops.rms_norm(x), fullgraph=True, backend="eager")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ UNPROVEN = "not yet proven on a GPU; name it explicitly"  # the remark of kernel
 
 _told: Callable[[Op, Any], None] | None = None  # set by telling_choices()
 _forced: str | None = None  # set by use_backend(); a plain global, because a ContextVar breaks fullgraph compilation
+_entered: list[list[str | None]] = []  # the backends of use_backend()'s blocks that are under way, in all threads
+_lock = threading.Lock()
 
 
 class BackendError(RuntimeError):
@@ -165,35 +168,48 @@ class Choices:
 
     LIMIT = 4096  # then it starts anew; a program that grows its sequences token by token must not grow this for ever
     _all: list[Choices] = []
+    _forgotten = 0  # how often forget() was called
 
     def __init__(self) -> None:
         self._made: dict[bytes, Any] = {}
+        self._missed = threading.local()
         Choices._all.append(self)
 
     def get(self, key: bytes | None) -> Any:
         """What was kept for a call of this key, or None where it has to be checked."""
-        return None if key is None else self._made.get(key)
+        if key is None:
+            return None
+        choice = self._made.get(key)
+        if choice is None:
+            self._missed.forgotten = Choices._forgotten
+        return choice
 
     def keep(self, key: bytes | None, choice: Any) -> Any:
-        """Remembers a choice, which must not hold a tensor; returns it."""
+        """Remembers a choice, which must not hold a tensor, made since this thread's last get(); returns it."""
         if key is not None:
-            if len(self._made) >= self.LIMIT:
-                self._made.clear()
-            self._made[key] = choice
+            with _lock:
+                if len(self._made) >= self.LIMIT:
+                    self._made.clear()
+                # made before another thread's forget(), it may be what holds no more
+                if getattr(self._missed, "forgotten", Choices._forgotten) == Choices._forgotten:
+                    self._made[key] = choice
         return choice
 
     @staticmethod
     def forget() -> None:
         """Forgets the choices of all ops: to be called by whatever changes how select() answers."""
-        for choices in Choices._all:
-            choices._made.clear()
+        with _lock:
+            Choices._forgotten += 1
+            for choices in Choices._all:
+                choices._made.clear()
 
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
     """Runs every op inside the ``with`` block on one backend, as if each call had named it.
 
-    The setting is process-wide. A call remembers its backend, so a backward outside the block stays on it.
+    The setting is process-wide: of blocks that overlap in several threads, the one entered last counts until it is
+    left. A call remembers its backend, so a backward outside the block stays on it.
 
     Args:
         name: "reference" | "aten" | "cpu" | "triton" | "cuda", or None for automatic choice.
@@ -208,12 +224,17 @@ def use_backend(name: str | None) -> Iterator[None]:
     global _forced
     if name is not None and name not in BACKENDS:
         raise ValueError(f"use_backend: name must be one of {', '.join(BACKENDS)} or None, got {name!r}")
-    before, _forced = _forced, name
+    entry = [name]
+    with _lock:
+        _entered.append(entry)
+        _forced = name
     Choices.forget()
     try:
         yield
     finally:
-        _forced = before
+        with _lock:
+            _entered[:] = (other for other in _entered if other is not entry)
+            _forced = _entered[-1][0] if _entered else None
         Choices.forget()
 
 
