@@ -234,15 +234,18 @@ PyObject* apply(PyObject* /*module*/, PyObject* const* parts, Py_ssize_t count) 
   Stack stack;
   stack.reserve(parameters.size());
   variable_list tensors;
-  bool records = false;
+  bool records = false, tangents = false;
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!push(parts[i + 1], *parameters[i].type(), stack)) Py_RETURN_NOTIMPLEMENTED;
     if (!is_defined(stack.back())) continue;
     tensors.push_back(stack.back().toTensor());
     records = records || tensors.back().requires_grad();
+    tangents = tangents || tensors.back()._fw_grad(0).defined();
   }
   records = records && at::GradMode::is_enabled();
   if (records && !rule.backward) Py_RETURN_NOTIMPLEMENTED;
+  TORCH_CHECK_NOT_IMPLEMENTED(!tangents, rule.forward.schema().name(),
+                              " knows no forward-mode differentiation; PyTorch's own operators do");
   {
     const pybind11::gil_scoped_release no_gil;
     if (records) {

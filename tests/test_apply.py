@@ -1,6 +1,7 @@
 """The C++ way of a call, csrc/apply.cpp, against the way through torch.library and autograd.Function: the same plan."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tfm_kernels as tfk
-from tfm_kernels import ops
+from tfm_kernels import _library, ops
+from tfm_kernels.ops.layer_norm import FWD
 
 
 class Watched(TorchFunctionMode):
@@ -146,6 +148,44 @@ def test_forward_mode_and_functorch_are_refused():
         norm(forward_ad.make_dual(x, torch.ones_like(x)))
     with pytest.raises(tfk.BackendError, match="a transform of torch.func .* is under way"):
         torch.func.grad(lambda t: norm(t).sum())(x)
+
+
+def plain_inputs():
+    """op -> (call(backend, x), x) of ops of one tensor that needs no gradient; the others are fixed."""
+    weight, rows = draw(8, 8, grad=False), draw(3, 8, grad=False)
+    return {
+        "layer_norm": (lambda backend, x: ops.layer_norm(x, backend=backend), rows),
+        "add_rms_norm": (lambda backend, x: ops.add_rms_norm(x, rows, backend=backend)[0], rows),
+        "attention": (lambda backend, x: ops.attention(x, x, x, backend=backend), draw(1, 2, 5, 8, grad=False)),
+        "ffn": (lambda backend, x: ops.ffn(x, weight, None, weight, None, backend=backend), rows),
+        "linear": (lambda backend, x: ops.linear(x, weight, backend=backend), rows),
+    }
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+@pytest.mark.parametrize("name", plain_inputs())
+def test_forward_mode_is_refused_where_no_gradient_is_needed(name, grad_mode):
+    """Also after plain calls of the same shape, whose choice is known; and plain calls go on as before."""
+    call, x = plain_inputs()[name]
+    with torch.set_grad_enabled(grad_mode):
+        before = call("cpu", x)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            with pytest.raises(tfk.BackendError, match="forward-mode differentiation is under way"):
+                call("cpu", dual)
+        assert torch.equal(call("cpu", x), before)
+
+
+def test_a_tangent_is_never_dropped():
+    """Whatever the choice of a backend has overlooked."""
+    x = draw(3, 8, grad=False)
+    arguments = None, None, None, 1e-5, False, False, 0.0, None, None, True
+    for mode in (nullcontext, Watched):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            with mode(), pytest.raises(NotImplementedError, match="layer_norm_fwd_cpu knows no forward-mode"):
+                _library.below_autograd(FWD["cpu"], dual, *arguments)
+    assert _library.below_autograd(FWD["cpu"], x, *arguments)[0].shape == x.shape
 
 
 def test_compiled_autograd_reads_the_node():

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 NAMESPACE = "tfm_kernels"
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "triton": "CUDA"}
@@ -103,9 +104,10 @@ def signature(*parts: Any) -> bytes | None:
 
     Returns:
         Equal bytes for calls that are alike; None where there is no key: a part of another kind, such as a list or a
-        subclass of Tensor; while a graph is compiled, where checks cost nothing; without the C++ extension.
+        subclass of Tensor; while a graph is compiled, where checks cost nothing; in a transform of torch.func or in
+        forward-mode differentiation, whose tensors look like plain ones; without the C++ extension.
     """
-    return None if torch.compiler.is_compiling() else _signature(*parts)
+    return None if torch.compiler.is_compiling() or forward_ad._current_level >= 0 else _signature(*parts)
 
 
 def _launch_triton(name: str) -> Callable[..., Any]:
@@ -144,14 +146,19 @@ def unreachable(device: str, backend: str) -> str | None:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func (grad, vmap, ...) is under way."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of torch.func (grad, vmap, ...) or forward-mode differentiation is under way."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def missing(op: str, backend: str, directions: Sequence[str] = ("fwd", "bwd")) -> str | None:
     """None where the backend's kernels of these directions of ``op`` can be called, else one sentence why not."""
     if transformed():
-        return "a transform of torch.func (grad, vmap, ...) is under way, which knows PyTorch's own operators alone"
+        return (
+            "a transform of torch.func (grad, vmap, ...) or forward-mode differentiation is under way, which knows "
+            "PyTorch's own operators alone"
+        )
     reasons = (_missing[f"{op}_{direction}_{backend}"] for direction in directions)
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -352,8 +359,16 @@ def below_autograd(operator: Any, *arguments: Any) -> Any:
         outputs = cpu_extension.apply(_plans[operator], *arguments)  # type: ignore[union-attr]
         if outputs is not NotImplemented:
             return outputs
+    if forward_ad._current_level >= 0 and any(_has_tangent(argument) for argument in arguments):
+        raise NotImplementedError(
+            f"{operator._schema.name} knows no forward-mode differentiation; PyTorch's own operators do"
+        )
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
+
+
+def _has_tangent(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) and forward_ad.unpack_dual(argument).tangent is not None
 
 
 def _refuse_double_backward(operator: Any) -> None:

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 
 import tfm_kernels as tfk
 from tfm_kernels.testing.float64 import assert_same_in_float64
 
+MATRIX = torch.randn(16, 16, generator=torch.Generator().manual_seed(4)) / 4
 PADDING = torch.arange(7)[None] >= torch.tensor([7, 4, 1])[:, None]  # (3, 7), True = ignore
 
 
@@ -78,6 +80,67 @@ def test_forward_mode(x):
         assert_same_in_float64(found, expected)
     with pytest.raises(NotImplementedError, match="forward AD"):
         jvp(layer(), (x,), (tangent,))
+
+
+def patched_ffn():
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.0), nn.Linear(32, 16)).requires_grad_(False)
+    assert "replaced" in str(tfk.patch(model))
+    return model
+
+
+CALLS = {
+    "layer_norm": lambda x: tfk.ops.layer_norm(x),
+    "add_layer_norm": lambda x: tfk.ops.add_layer_norm(x, x.flip(0))[0],
+    "rms_norm": lambda x: tfk.ops.rms_norm(x),
+    "ffn": lambda x: tfk.ops.ffn(x, MATRIX, None, MATRIX, None, activation="gelu"),
+    "linear": lambda x: tfk.ops.linear(x, MATRIX),
+    "dropout before a norm": lambda x: tfk.ops.add_layer_norm(x, x.flip(0), dropout_p=0.5, seed=torch.tensor(3))[0],
+    "dropout in an ffn": lambda x: tfk.ops.ffn(x, MATRIX, None, MATRIX, None, dropout_p=0.5, seed=torch.tensor(3)),
+    "nn.LayerNorm": tfk.nn.LayerNorm(16).requires_grad_(False),
+    "nn.RMSNorm": tfk.nn.RMSNorm(16).requires_grad_(False),
+    "nn.FeedForward": tfk.nn.FeedForward(16, 32, 0.0).requires_grad_(False),
+    "patched FFN": patched_ffn(),
+}
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_mode_without_gradients(name, grad_mode, x):
+    """Nothing needs a gradient, and plain calls of the same shapes have been chosen for before."""
+    call, x = CALLS[name], x.float()
+    tangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    with torch.set_grad_enabled(grad_mode):
+        plain = call(x)
+        with forward_ad.dual_level():
+            y, found = forward_ad.unpack_dual(call(forward_ad.make_dual(x, tangent)))
+    leaf = x.clone().requires_grad_()
+    out = call(leaf)
+    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    (dx,) = torch.autograd.grad(out, leaf, seed)
+    torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-6)
+    assert found is not None, "the tangent was dropped"
+    torch.testing.assert_close((found * seed).sum(), (dx * tangent).sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_jacobians_of_both_modes_are_the_same(x):
+    x = x[0, :2].float()
+    tfk.ops.layer_norm(x)
+    forward, reverse = (
+        torch.autograd.functional.jacobian(tfk.ops.layer_norm, x, vectorize=True, strategy=strategy)
+        for strategy in ("forward-mode", "reverse-mode")
+    )
+    assert forward.abs().sum() > 0
+    torch.testing.assert_close(forward, reverse, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_keeps_or_refuses_a_tangent(x):
+    """PyTorch's own attention on a CPU has no forward mode, and says so."""
+    q = x[:, None].float()
+    tfk.ops.attention(q, q, q)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="forward AD"):
+            tfk.ops.attention(dual, dual, dual)
 
 
 def test_a_named_backend_says_why_it_cannot(x):
