@@ -48,8 +48,10 @@ bool is_tensor_type(const c10::Argument& argument) {
 
 bool is_defined(const IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
+// As PyTorch calls the kernels of its own operators: what a kernel returns is no view that autograd
+// keeps track of, whatever it was made of.
 void call(const c10::OperatorHandle& op, Stack& stack) {
-  const at::AutoDispatchBelowAutograd below;
+  const at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(stack);
 }
 
@@ -261,6 +263,19 @@ PyObject* apply(PyObject* /*module*/, PyObject* const* parts, Py_ssize_t count) 
   for (size_t i = 0; i < stack.size(); ++i)
     PyTuple_SET_ITEM(result, static_cast<Py_ssize_t>(i), THPVariable_Wrap(stack[i].toTensor()));
   return result;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* shaped_like(PyObject* /*module*/, PyObject* const* parts, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  const at::Tensor *y = count == 2 ? exact_tensor(parts[0]) : nullptr, *x = nullptr;
+  if (y != nullptr) x = exact_tensor(parts[1]);
+  if (x == nullptr || x->dim() == 0 || !is_plain()) Py_RETURN_NOTIMPLEMENTED;
+  c10::SmallVector<int64_t, 8> sizes(x->sizes().begin(), x->sizes().end());
+  sizes.back() = y->size(-1);
+  if (y->requires_grad()) return THPVariable_Wrap(y->view(sizes));
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  return THPVariable_Wrap(y->view(sizes));
   END_HANDLE_TH_ERRORS
 }
 

@@ -32,6 +32,11 @@ int64_t add_plan(Plan plan);
 // argument of an unexpected type, an active mode; torch.library's own way takes those.
 PyObject* apply(PyObject* module, PyObject* const* parts, Py_ssize_t count);
 
+// shaped_like(y, x): y (M, N), what apply() returned, with the leading axes of x (..., K), whose
+// rows it was made of. No view that autograd keeps track of unless there is a graph, so that it may
+// be written into: PyTorch's own operators return none either. NotImplemented as above.
+PyObject* shaped_like(PyObject* module, PyObject* const* parts, Py_ssize_t count);
+
 // The tensor that a Python object is; null for anything else, a subclass of Tensor among it. Here
 // because the header that knows costs ten seconds of compile time.
 const at::Tensor* exact_tensor(PyObject* part);

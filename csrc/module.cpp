@@ -35,6 +35,9 @@ PYBIND11_MODULE(_C, m) {
        METH_FASTCALL, "signature(*parts) -> bytes | None"},
       {"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&tfm_kernels::apply)),
        METH_FASTCALL, "apply(plan, *arguments) -> Tensor | tuple[Tensor, ...] | NotImplemented"},
+      {"shaped_like",
+       reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&tfm_kernels::shaped_like)),
+       METH_FASTCALL, "shaped_like(y, x) -> Tensor | NotImplemented"},
       {nullptr, nullptr, 0, nullptr}};
   PyModule_AddFunctions(m.ptr(), methods);
   m.def(

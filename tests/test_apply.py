@@ -188,6 +188,43 @@ def test_a_tangent_is_never_dropped():
     assert _library.below_autograd(FWD["cpu"], x, *arguments)[0].shape == x.shape
 
 
+def test_outputs_may_be_written_into():
+    """As those of PyTorch's own operators: they are no views that autograd keeps track of."""
+    other = draw(8)
+    x, weight = draw(2, 3, 8, grad=False), draw(8, 8, grad=False)
+    calls = {
+        "layer_norm": lambda x: ops.layer_norm(x, backend="cpu"),
+        "attention": lambda x: ops.attention(x[None], x[None], x[None], backend="cpu"),
+        "ffn": lambda x: ops.ffn(x, weight, None, weight, None, backend="cpu"),
+        "linear": lambda x: ops.linear(x, weight, backend="cpu"),
+        "nn.LayerNorm": tfk.nn.LayerNorm(8, elementwise_affine=False, backend="cpu"),
+        "nn.RMSNorm": tfk.nn.RMSNorm(8, elementwise_affine=False, backend="cpu"),
+    }
+    for name, call in calls.items():
+        for mode in (nullcontext, Watched):
+            with torch.no_grad(), mode():
+                y = call(x)
+            expected = y + other
+            if mode is nullcontext or name in ("layer_norm", "attention"):
+                assert not y._is_view(), name
+                assert torch.equal(y.add_(other), expected), name
+        if name == "linear":
+            continue
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        version = y._version
+        y.add_(1)
+        assert y._version == version + 1 and torch.equal(y, call(leaf) + 1)
+        y = call(leaf).mul_(2)
+        if name == "attention":  # its backward reads the output
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        else:
+            (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+            (expected,) = torch.autograd.grad(call(leaf), leaf, torch.full_like(y, 2))
+            torch.testing.assert_close(dx, expected)
+
+
 def test_compiled_autograd_reads_the_node():
     from torch._dynamo import compiled_autograd
 

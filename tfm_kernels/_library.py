@@ -371,6 +371,21 @@ def _has_tangent(argument: Any) -> bool:
     return isinstance(argument, torch.Tensor) and forward_ad.unpack_dual(argument).tangent is not None
 
 
+def shaped_like(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``y`` (M, N), which a kernel made of the rows of ``x`` (..., K), as (..., N).
+
+    Where no graph is recorded, autograd does not take it for a view, so that it may be written into as what PyTorch's
+    own operators return.
+    """
+    if x.dim() == 2:
+        return y
+    if cpu_extension is not None and not torch.compiler.is_compiling():
+        shaped = cpu_extension.shaped_like(y, x)
+        if shaped is not NotImplemented:
+            return shaped
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
 def _refuse_double_backward(operator: Any) -> None:
     name = operator._schema.name.removeprefix(f"{NAMESPACE}::")
     op, backend = name.split("_bwd_")

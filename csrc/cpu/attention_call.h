@@ -1,6 +1,7 @@
 // The host side of the attention kernels: checks the operators' arguments, and runs the workers.
 #pragma once
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -117,6 +118,8 @@ class AttentionCall {
   // An empty tensor of t's shape but for the last axis, stored as (B, T, H, width).
   at::Tensor like(const at::Tensor& t, int64_t width) const {
     if (packed) return new_output({t.size(0), t.size(1), width}, options);
+    // as what PyTorch's own operators return: to autograd no view, so that it may be written into
+    const at::AutoDispatchBelowADInplaceOrView untracked;
     return new_output({t.size(0), t.size(2), t.size(1), width}, options).transpose(1, 2);
   }
 

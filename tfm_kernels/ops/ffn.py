@@ -176,8 +176,8 @@ def ffn(
     rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)
     if name == "reference":
         y = reference.ffn(rows, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows)
-    else:
-        index, save = ACTIVATIONS.index(activation), call.training and not recompute
-        dropout_rows = None if dropout_rows is None else dropout_rows.contiguous()
-        y, _ = _apply(name, rows, w1, b1, w2, b2, gate, index, float(dropout_p), seed, dropout_rows, save)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)
+    index, save = ACTIVATIONS.index(activation), call.training and not recompute
+    dropout_rows = None if dropout_rows is None else dropout_rows.contiguous()
+    y, _ = _apply(name, rows, w1, b1, w2, b2, gate, index, float(dropout_p), seed, dropout_rows, save)
+    return _library.shaped_like(y, x)

@@ -179,6 +179,5 @@ def _run(name: str, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) 
     rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)
     if name == "reference":
         y = reference.linear(rows, weight, bias)
-    else:
-        y = _library.below_autograd(_FWD[name], rows, weight, bias)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)
+    return _library.shaped_like(_library.below_autograd(_FWD[name], rows, weight, bias), x)
