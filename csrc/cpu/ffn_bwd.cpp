@@ -1,5 +1,6 @@
 // ffn_bwd, CPU: the host. Implements FFN.5 to FFN.7 of tfm_kernels/ops/ffn.py with the kernels of
-// ffn_bwd_tile.cpp and ffn_bwd_few_rows.cpp. Config:  pick_blocks() below. Source:  own work.
+// ffn_bwd_tile.cpp, ffn_bwd_few_rows.cpp and ffn_bwd_db2.cpp. Config:  pick_blocks() below. Source:
+// own work.
 #ifdef CPU_CAPABILITY_DEFAULT
 #include "ffn_bwd.h"
 
@@ -153,6 +154,16 @@ void run_few_rows(FfnBwd& args, DType dtype, const at::Tensor& x, const at::Tens
   });
 }
 
+// The limit is at::sum's own: below it threads cost more than they save.
+void sum_rows(const FfnBwd& args, DType dtype) {
+  const int64_t strips = ceil_div(args.Eo, kFfnBiasColumns);
+  const int64_t threads = args.M * args.Eo < 32768 ? 1 : at::get_num_threads();
+  for_tasks(strips, std::min(strips, threads), [&](int64_t strip, int64_t) {
+    const int64_t first = strip * kFfnBiasColumns;
+    TFM_KERNEL(ffn_bwd_db2)(args, dtype, first, std::min(args.Eo, first + kFfnBiasColumns));
+  });
+}
+
 using SixTensors =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
@@ -175,26 +186,32 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
     return needed ? new_output(sizes, options) : at::empty({0}, options);
   };
   at::Tensor dx = result(need_x, {M, E}), dw1 = result(need_w1, {F, E}), db1 = result(need_b1, {F}),
-             dw2 = result(need_w2, {Eo, F}), dgate = result(need_gate, {F, E});
-  // contiguous, because the sum's order of addition follows the strides
-  at::Tensor db2 = need_b2 ? dy.contiguous().sum(0) : at::empty({0}, options);
+             dw2 = result(need_w2, {Eo, F}), db2 = result(need_b2, {Eo}),
+             dgate = result(need_gate, {F, E});
   if (M == 0) {
-    for (const at::Tensor& t : {dw1, db1, dw2, dgate}) t.zero_();
+    for (const at::Tensor& t : {dw1, db1, dw2, db2, dgate}) t.zero_();
     return {dx, dw1, db1, dw2, db2, dgate};
+  }
+  const DType dtype = dtype_of(x.scalar_type());
+  const at::Tensor dy_rows = unit_rows(dy);
+  FfnBwd args{};
+  args.dy = dy_rows.const_data_ptr();
+  args.dy_stride_m = dy_rows.stride(0);
+  args.M = M;
+  args.Eo = Eo;
+  if (need_b2) {
+    args.db2 = db2.mutable_data_ptr();
+    sum_rows(args, dtype);
   }
   if (!(need_x || need_w1 || need_b1 || need_w2 || need_gate))
     return {dx, dw1, db1, dw2, db2, dgate};
-  const at::Tensor dy_rows = unit_rows(dy), x_rows = unit_rows(x), w1c = w1.contiguous(),
-                   w2c = w2.contiguous();
+  const at::Tensor x_rows = unit_rows(x), w1c = w1.contiguous(), w2c = w2.contiguous();
   // of few rows it is small, and the forward has kernels of its own for them
   const bool again = preact.dim() != 2 && M <= kFewRows;
   const at::Tensor preactc =
       again ? ffn_preact_cpu(x, w1, b1, w2, gate, activation) : preact.contiguous();
   const OptionalTensor b1c = contiguous(b1), gatec = contiguous(gate);
 
-  const DType dtype = dtype_of(x.scalar_type());
-  FfnBwd args{};
-  args.dy = dy_rows.const_data_ptr();
   args.x = x_rows.const_data_ptr();
   args.w1 = w1c.const_data_ptr();
   args.w2 = w2c.const_data_ptr();
@@ -206,12 +223,9 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   args.db1 = need_b1 ? db1.mutable_data_ptr() : nullptr;
   args.dw2 = need_w2 ? dw2.mutable_data_ptr() : nullptr;
   args.dgate = need_gate ? dgate.mutable_data_ptr() : nullptr;
-  args.dy_stride_m = dy_rows.stride(0);
   args.x_stride_m = x_rows.stride(0);
-  args.M = M;
   args.E = E;
   args.F = F;
-  args.Eo = Eo;
   args.gated = gate.has_value();
   args.bf16_tiles = takes_bf16_tiles(dtype, {E, F, Eo});
   args.activation = static_cast<Activation>(activation);

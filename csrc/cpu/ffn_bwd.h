@@ -3,9 +3,9 @@
 // Rows are taken in blocks of a few hundred, with working memory that is used again for every
 // block. In a block, one task of `prepare` = 64 rows of x and dy, widened and laid out for the
 // products; one task of `hidden` = 64 or 128 hidden features, for which it computes h, dp and dg in
-// L2 and adds to dw1, db1, dw2 and dgate; one task of `input` = rows and columns of dx. Every
-// element has one owner that adds in one order: the result does not depend on the number of
-// threads.
+// L2 and adds to dw1, db1, dw2 and dgate; one task of `input` = rows and columns of dx. db2 is the
+// sum of dy over its rows, columns by columns. Every element has one owner that adds in one order:
+// the result does not depend on the number of threads.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -21,7 +21,7 @@ namespace tfm_kernels {
 struct FfnBwd {
   const void *dy, *x, *w1, *b1, *w2, *gate;  // b1 may be null; weights contiguous
   const void* preact;                        // null: computed again
-  void *dx, *dw1, *db1, *dw2, *dgate;        // null where not wanted
+  void *dx, *dw1, *db1, *dw2, *db2, *dgate;  // null where not wanted
   int64_t dy_stride_m, x_stride_m, M, E, F, Eo;
   bool gated;
   bool bf16_tiles;  // bfloat16 is multiplied as it is stored
@@ -74,6 +74,9 @@ TFM_DECLARE_KERNEL(void ffn_bwd_hidden(const FfnBwd& args, DType dtype, int64_t 
 // Columns first..last - 1 of dx; `first` is a multiple of kPanel.
 TFM_DECLARE_KERNEL(void ffn_bwd_input(const FfnBwd& args, DType dtype, int64_t row, int64_t begin,
                                       int64_t end, int64_t first, int64_t last, void* scratch))
+
+constexpr int64_t kFfnBiasColumns = 128;  // columns of db2 at a time, at most
+TFM_DECLARE_KERNEL(void ffn_bwd_db2(const FfnBwd& args, DType dtype, int64_t first, int64_t last))
 
 // Rows that have kernels of their own, at most. They took 0.6 to 1.1 of the tiles' time at as many
 // (128-512 to 1024-4096, Zen 4, its AVX2 too), at twice as many up to 1.4.

@@ -1,6 +1,7 @@
-// ffn_bwd, CPU: the kernels. Implements FFN.5 to FFN.7 of tfm_kernels/ops/ffn.py, except db2, which
-// is at::sum. Owns:    see ffn_bwd.h. Traffic: a block reads x, dy, preact and the weights once and
-// dw1, dw2 twice; dp is written and read in L3.
+// ffn_bwd, CPU: the kernels. Implements FFN.5 to FFN.7 of tfm_kernels/ops/ffn.py, except db2.
+// Owns:    see ffn_bwd.h.
+// Traffic: a block reads x, dy, preact and the weights once and dw1, dw2 twice; dp is written and
+//          read in L3.
 //          8*M*E*F FLOPs, 12 with a gate, 2 or 4 more where preact is computed again.
 // Limits:  none; float64 computes in float64 by plain loops, everything else in float32, with
 //          bfloat16 products where the CPU has them.

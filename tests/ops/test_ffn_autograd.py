@@ -107,6 +107,25 @@ def test_gradients_do_not_depend_on_threads(rows, dtype, gated):
         assert all(torch.equal(a, b) for a, b in zip(other[1:], found[0][1:], strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("out", [1, 37, 300])
+def test_the_sum_over_rows_does_not_depend_on_threads(out, dtype):
+    """db2, also of one number, is exact to a rounding and the same on any number of threads and for any strides."""
+    dy = draw(40000, out, seed=1, dtype=dtype)
+    x, w1, w2 = (draw(*sizes, seed=2, dtype=dtype) for sizes in ((40000, 2), (3, 2), (out, 3)))
+    given = x, w1, None, w2, None, torch.empty(0, dtype=dtype), 0, 0.0, None, None
+    needs = False, False, False, False, True, False
+    found = []
+    for threads in (1, 2, 3):
+        with on_threads(threads):
+            found.append(BWD(dy, *given, *needs)[4])
+            found.append(BWD(dy.T.contiguous().T, *given, *needs)[4])
+    assert all(torch.equal(found[0], again) for again in found)
+    exact = dy.double().sum(0)
+    limit = torch.finfo(dtype).eps * exact.abs() + 1e-7 * dy.double().abs().sum(0)
+    assert ((found[0].double() - exact).abs() <= limit).all()
+
+
 def test_a_few_rows_on_many_threads():
     """Fewer row tiles than threads: the hidden features are split, their shares joined."""
     for rows in (20, 40):  # the first by the kernels for few rows
