@@ -30,6 +30,7 @@ void pick_config(AttentionBwd& a, int64_t threads) {
 // Whether the band lets some row see each key and nothing else hides any, so that the units write
 // all of dk and dv.
 bool covers_all_keys(const AttentionBwd& a) {
+  if (a.heads == 0) return false;
   if (a.keep.data || a.bias.data || a.key_lengths || a.cu_seqlens_q || a.batch == 0) return false;
   const Sequence s = sequence_of(a, 0);
   return s.tq > 0 && s.low <= 0 && s.low <= s.high && s.tq + s.high >= s.tk;

@@ -169,6 +169,17 @@ SHAPES = [(2, 4, 5, 7), (2, 1, 5, 7), (1, 4, 5, 7), (2, 1, 1, 7), (1, 1, 5, 1), 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_no_heads_of_queries_give_keys_gradients_of_zero(backend):
+    q = torch.randn(2, 0, 5, 8, requires_grad=True)
+    k, v = (torch.randn(2, 3, 700, 8, requires_grad=True) for _ in range(2))
+    torch.full((2, 3, 700, 8), NAN)  # what the allocator may hand out again
+    out = tfk.ops.attention(q, k, v, backend=backend)
+    dk, dv = torch.autograd.grad(out.sum(), (k, v))
+    assert out.shape == (2, 0, 5, 8) and (dk == 0).all() and (dv == 0).all()
+    assert tfk.ops.attention_weights(q, k, torch.zeros(2, 0, 5)).shape == (2, 0, 5, 700)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bias_broadcasts_and_its_gradient_is_reduced(backend, shape):
     q, k, v = (t.detach() for t in qkv(dtype=torch.float64))

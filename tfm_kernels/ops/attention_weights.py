@@ -98,7 +98,7 @@ def attention_weights(
     visible = shown(visible)
     sees = visible.any(-1, keepdim=True)
 
-    group = all_heads // key.shape[1] if all_heads else 1
+    group = all_heads // key.shape[1] if key.shape[1] else 1
     k = key.to(statistics).repeat_interleave(group, dim=1).masked_fill(~seen, 0.0)
     k = k if h is None else k.index_select(1, h)
     x = (shown(query).to(statistics).masked_fill(~sees, 0.0) @ k.transpose(-1, -2)) * scale  # A.1

@@ -83,7 +83,7 @@ def _attend(
     sees = visible.any(-1, keepdim=True)  # (B, Hq, Tq, 1): the row sees a key
     seen = visible.any(-2).unsqueeze(-1)  # (B, Hq, Tk, 1): the key is seen by a row
 
-    group = heads // key.shape[1] if heads else 1
+    group = heads // key.shape[1] if key.shape[1] else 1
     q = query.double().masked_fill(~sees, 0.0)
     k = key.double().repeat_interleave(group, dim=1).masked_fill(~seen, 0.0)
     v = value.double().repeat_interleave(group, dim=1).masked_fill(~seen, 0.0)
