@@ -41,6 +41,9 @@ at::Tensor attention_step_cpu(const at::Tensor& x, const at::Tensor& in_weight,
   check_shape(values, keys.sizes(), kOp, "values");
   check_shape(in_weight, {3 * width, x.size(-1)}, kOp, "in_weight");
   check_shape(in_bias, {3 * width}, kOp, "in_bias");
+  const int64_t out_features = out_weight.size(0);
+  check_shape(out_weight, {out_features, width}, kOp, "out_weight");
+  check_shape(out_bias, {out_features}, kOp, "out_bias");
   TORCH_CHECK(length >= 1 && length <= size, kOp, ": length must lie in [1, ", size, "], got ",
               length);
   TORCH_CHECK(d >= 1 && keys.stride(3) == 1 && values.stride(3) == 1, kOp,
@@ -53,6 +56,18 @@ at::Tensor attention_step_cpu(const at::Tensor& x, const at::Tensor& in_weight,
   TORCH_CHECK(batch >= 1 && R % batch == 0 && (!grows || R == batch), kOp,
               ": x must have a row, or where the cache does not grow several, for each of the ",
               batch, " of keys, got ", R);
+  // all that the operators below would refuse, because by then the cache has its new position
+  TORCH_CHECK(out_weight.scalar_type() == x.scalar_type() &&
+                  (!out_bias || out_bias->scalar_type() == x.scalar_type()),
+              kOp, ": out_weight and out_bias must have x's dtype");
+  if (keep) {
+    const int64_t full[] = {batch, heads, R / batch, length};
+    bool fits = keep->is_cpu() && keep->scalar_type() == at::kBool && keep->dim() == 4;
+    for (int64_t i = 0; fits && i < 4; ++i) fits = keep->size(i) == 1 || keep->size(i) == full[i];
+    TORCH_CHECK(fits, kOp, ": keep must broadcast to (", batch, ", ", heads, ", ", R / batch, ", ",
+                length, ") and be a bool CPU tensor, got ", keep->sizes(), " of ",
+                keep->scalar_type());
+  }
 
   const int64_t projected = grows ? 3 * width : width;
   const at::Tensor p =
@@ -72,7 +87,7 @@ at::Tensor attention_step_cpu(const at::Tensor& x, const at::Tensor& in_weight,
   const at::Tensor y =
       linear_fwd_cpu(out.transpose(1, 2).reshape({R, width}), out_weight, out_bias);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = out_weight.size(0);
+  sizes.back() = out_features;
   return y.view(sizes);
 }
 

@@ -114,10 +114,21 @@ def test_what_does_not_fit_is_refused():
         "side by side": (keys.mT.contiguous().mT, values, 5, True, None),
         "in_weight must have shape": (keys[:, :2], values[:, :2], 5, True, None),
         "keep must broadcast": (keys, values, 5, True, torch.ones(8, 1, 1, 4, dtype=torch.bool)),
+        "keep must .* bool": (keys, values, 5, True, torch.ones(8, 1, 1, 5)),
     }
+    before = keys.clone(), values.clone()
     for words, arguments in bad.items():
         with pytest.raises(RuntimeError, match=words):
             attention_step(x, *weights, *arguments)
+    in_weight, in_bias, out_weight, out_bias = weights
+    for words, last in {
+        "out_weight must have shape": (out_weight[:, 1:].contiguous(), out_bias),
+        "out_bias must have shape": (out_weight, out_bias[1:]),
+        "must have x's dtype": (out_weight.double(), None),
+    }.items():
+        with pytest.raises(RuntimeError, match=words):
+            torch.ops.tfm_kernels.attention_step_cpu(x, in_weight, in_bias, *last, keys, values, 5, True, None)
+    assert torch.equal(keys, before[0]) and torch.equal(values, before[1]), "a refused step writes nothing"
 
 
 @pytest.mark.parametrize("grows", [True, False])
