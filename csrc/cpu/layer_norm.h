@@ -36,13 +36,13 @@ struct Rows {
   }
 };
 
-// Working memory of one thread: on the stack for the usual row lengths.
-struct Scratch {
+// Rows of one thread in the compute type: on the stack for the usual lengths.
+struct WideRows {
   alignas(64) char stack[65536];
   at::Tensor heap;
   void* data;
 
-  explicit Scratch(int64_t bytes) : data(stack) {
+  explicit WideRows(int64_t bytes) : data(stack) {
     if (bytes > static_cast<int64_t>(sizeof(stack))) {
       heap = at::empty({bytes}, at::kByte);
       data = heap.mutable_data_ptr();

@@ -199,9 +199,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   args.block = (rows + blocks - 1) / blocks;
   args.unbiased = unbiased;
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    Scratch scratch(4 * n * rstd.element_size());
+    WideRows wide(4 * n * rstd.element_size());
     for (int64_t block = begin; block < end; ++block)
-      TFM_KERNEL(layer_norm_bwd)(args, dtype_of(dtype), block, scratch.data);
+      TFM_KERNEL(layer_norm_bwd)(args, dtype_of(dtype), block, wide.data);
   });
   TFM_KERNEL(layer_norm_bwd_join)(args, dtype_of(dtype));
   return {dx, dresidual, dweight, dbias};

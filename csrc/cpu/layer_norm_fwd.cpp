@@ -167,8 +167,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   args.eps = eps;
   args.unbiased = unbiased;
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / n), [&](int64_t begin, int64_t end) {
-    Scratch scratch(4 * n * rstd.element_size());
-    TFM_KERNEL(layer_norm_fwd)(args, dtype_of(dtype), begin, end, scratch.data);
+    WideRows wide(4 * n * rstd.element_size());
+    TFM_KERNEL(layer_norm_fwd)(args, dtype_of(dtype), begin, end, wide.data);
   });
   return {y, z, mean, rstd};
 }
