@@ -18,7 +18,7 @@ struct Columns {
   int64_t count = 0;               // columns
   const int32_t* index = nullptr;  // column -> key where keys were left out, else first + column
   const int32_t* rank = nullptr;   // key - first -> column, (range + 1), beside index
-  const uint8_t* alive = nullptr;  // by key - first, where dead keys stay in as zeros
+  const uint8_t* alive = nullptr;  // by key - first, where dead keys stay in, hidden and as zeros
   bool elementwise = false;        // keep must be asked for single pairs
 
   int64_t key(int64_t c) const { return index ? index[c] : first + c; }
@@ -40,37 +40,70 @@ struct ColumnScratch {
         rank(scratch.take<int32_t>(keys + 1)) {}
 };
 
-// Whether none of n elements is NaN or infinite: none has all exponent bits set.
-template <typename T>
-bool finite_row(const T* p, int64_t stride, int64_t n) {
-  using Bits = std::conditional_t<sizeof(T) == 8, uint64_t,
-                                  std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;
-  constexpr Bits kExponent = std::is_same_v<T, double>  ? static_cast<Bits>(0x7FF0000000000000u)
-                             : std::is_same_v<T, float> ? static_cast<Bits>(0x7F800000u)
-                             : std::is_same_v<T, f16_t> ? static_cast<Bits>(0x7C00u)
-                                                        : static_cast<Bits>(0x7F80u);
-  const Bits* bits = reinterpret_cast<const Bits*>(p);
-  Bits found = 0;
-  if (stride == 1)
-    for (int64_t i = 0; i < n; ++i) found |= (bits[i] & kExponent) == kExponent;
+// alive[j] |= keep[j], where there is a keep, and bias[j] is not -inf; n of them.
+template <typename S>
+void mark_alive(const uint8_t* keep, int64_t keep_step, const S* bias, int64_t bias_step, int64_t n,
+                uint8_t* alive) {
+  using Bits = std::conditional_t<sizeof(S) == 8, uint64_t,
+                                  std::conditional_t<sizeof(S) == 4, uint32_t, uint16_t>>;
+  constexpr Bits kHidden = std::is_same_v<S, double>  ? static_cast<Bits>(0xFFF0000000000000u)
+                           : std::is_same_v<S, float> ? static_cast<Bits>(0xFF800000u)
+                           : std::is_same_v<S, f16_t> ? static_cast<Bits>(0xFC00u)
+                                                      : static_cast<Bits>(0xFF80u);
+  const Bits* bits = reinterpret_cast<const Bits*>(bias);
+  if (keep)
+    for (int64_t j = 0; j < n; ++j)
+      alive[j] |=
+          static_cast<uint8_t>((keep[j * keep_step] != 0) & (bits[j * bias_step] != kHidden));
+  else if (bias_step == 1)
+    for (int64_t j = 0; j < n; ++j) alive[j] |= static_cast<uint8_t>(bits[j] != kHidden);
   else
-    for (int64_t i = 0; i < n; ++i) found |= (bits[i * stride] & kExponent) == kExponent;
-  return !found;
+    for (int64_t j = 0; j < n; ++j)
+      alive[j] |= static_cast<uint8_t>(bits[j * bias_step] != kHidden);
 }
 
+// Marks by alive[j - first] the keys that some row sees, of n from `first` on: row by row from the
+// last one, which under a causal mask sees all, until none is left to mark.
 template <typename T>
-bool hides(const AttentionArgs& a, const Sequence& s, int64_t h, int64_t i, int64_t j) {
-  if (!a.bias.data) return false;
-  const int64_t at =
-      s.b * a.bias.stride_b + h * a.bias.stride_h + i * a.bias.stride_t + j * a.bias.stride_d;
-  return (a.bias_is_float ? static_cast<const float*>(a.bias.data)[at]
-                          : static_cast<float>(static_cast<const T*>(a.bias.data)[at])) ==
-         -std::numeric_limits<float>::infinity();
+void mark_seen(const AttentionArgs& a, const Sequence& s, int64_t h, int64_t first, int64_t n,
+               uint8_t* alive) {
+  std::memset(alive, 0, n);
+  const bool alike = (!a.keep.data || a.keep.stride_t == 0) &&
+                     (!a.bias.data || a.bias.stride_t == 0);  // then the band has said its part
+  int64_t low = 0, high = n;                                  // where keys are left to mark
+  for (int64_t i = alike ? 0 : s.tq - 1; i >= 0; --i) {
+    int64_t begin = first + low, end = first + high;
+    if (!alike) {
+      begin = std::max(begin, i + s.low);
+      end = std::min(end, i + s.high + 1);
+    }
+    if (begin >= end) continue;
+    const auto mark = [&]<typename S>(const S* bias) {
+      const uint8_t* keep = nullptr;
+      if (a.keep.data) keep = at_head<uint8_t>(a.keep, s, h, i) + begin * a.keep.stride_d;
+      mark_alive(keep, a.keep.stride_d, bias + begin * a.bias.stride_d, a.bias.stride_d,
+                 end - begin, alive + begin - first);
+    };
+    if (!a.bias.data) {
+      const uint8_t* keep = at_head<uint8_t>(a.keep, s, h, i);
+      if (a.keep.stride_d == 1)
+        for (int64_t j = begin; j < end; ++j) alive[j - first] |= keep[j];
+      else
+        for (int64_t j = begin; j < end; ++j) alive[j - first] |= keep[j * a.keep.stride_d];
+    } else if (a.bias_is_float) {
+      mark(at_head<float>(a.bias, s, h, i));
+    } else {
+      mark(at_head<T>(a.bias, s, h, i));
+    }
+    while (low < high && alive[low]) ++low;
+    while (low < high && alive[high - 1]) --high;
+    if (low == high) return;
+  }
 }
 
-// Finds the columns of head h. Keys that no row may see are left out, or marked where leaving them
-// out would cost more than it saves; keys hidden by a bias of -inf alone matter only where they
-// hold NaN or infinity, so only those are looked for.
+// Finds the columns of head h. Keys that no row may see, by keep or by a bias of -inf, are left
+// out, or marked where leaving them out would cost more than it saves: what they hold, NaN perhaps,
+// can then change no bit of a result.
 template <typename T>
 Columns find_columns(const AttentionArgs& a, const Sequence& s, int64_t h, ColumnScratch scratch) {
   Columns c;
@@ -81,41 +114,7 @@ Columns find_columns(const AttentionArgs& a, const Sequence& s, int64_t h, Colum
   if (c.range == 0 || (!a.keep.data && !a.bias.data)) return c;
 
   uint8_t* alive = scratch.alive;
-  std::memset(alive, a.keep.data ? 0 : 1, c.range);
-  if (a.keep.data) {
-    const uint8_t* keep = at_head<uint8_t>(a.keep, s, h, 0);
-    const int64_t rows = a.keep.stride_t == 0 ? 1 : s.tq, step = a.keep.stride_d;
-    for (int64_t i = 0; i < rows; ++i) {
-      int64_t begin = c.first, end = c.first + c.range;
-      if (rows > 1) {
-        begin = std::max(begin, i + s.low);
-        end = std::min(end, i + s.high + 1);
-      }
-      const uint8_t* row = keep + i * a.keep.stride_t;
-      if (step == 1)
-        for (int64_t j = begin; j < end; ++j) alive[j - c.first] |= row[j];
-      else
-        for (int64_t j = begin; j < end; ++j) alive[j - c.first] |= row[j * step];
-    }
-  }
-  if (a.bias.data) {
-    const int64_t kv = h / (a.heads / a.kv_heads);
-    for (int64_t j = c.first; j < c.first + c.range; ++j) {
-      uint8_t& mark = alive[j - c.first];
-      if (j + kAhead < c.first + c.range) {
-        prefetch(at_head<T>(a.k, s, kv, s.k0 + j + kAhead), a.d);
-        prefetch(at_head<T>(a.v, s, kv, s.k0 + j + kAhead), a.dv);
-      }
-      if (!mark || (finite_row(at_head<T>(a.k, s, kv, s.k0 + j), a.k.stride_d, a.d) &&
-                    finite_row(at_head<T>(a.v, s, kv, s.k0 + j), a.v.stride_d, a.dv)))
-        continue;
-      mark = 0;
-      for (int64_t i = std::max<int64_t>(0, j - s.high); i < std::min(s.tq, j - s.low + 1); ++i) {
-        const bool kept = !a.keep.data || at_head<uint8_t>(a.keep, s, h, i)[j * a.keep.stride_d];
-        if (kept && !hides<T>(a, s, h, i, j)) mark = 1;
-      }
-    }
-  }
+  mark_seen<T>(a, s, h, c.first, c.range, alive);
   int32_t count = 0;
   for (int64_t j = 0; j < c.range; ++j) {
     scratch.rank[j] = count;
@@ -129,7 +128,8 @@ Columns find_columns(const AttentionArgs& a, const Sequence& s, int64_t h, Colum
   }
   if (count == c.range) return c;
   const bool gathers = a.bias.data || a.dropout.active() || c.elementwise;
-  if (!gathers || count <= c.range * 3 / 4) {
+  const bool stays = a.bias.data && a.queries == 1;  // keys are read where they lie
+  if (!gathers || (!stays && count <= c.range * 3 / 4)) {
     c.count = count;
     c.index = scratch.index;
     c.rank = scratch.rank;

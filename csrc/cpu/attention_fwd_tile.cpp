@@ -56,7 +56,7 @@ class Worker {
     const bool direct = direct_rows(a.k);
     one_k = nullptr;
     v_direct = nullptr;
-    if (a.queries == 1 && direct && direct_rows(a.v)) {
+    if (a.queries == 1 && a.k.stride_d == 1 && a.v.stride_d == 1 && !columns.index) {
       one_k = at_head<T>(a.k, s, kv, s.k0 + columns.first);
       one_v = at_head<T>(a.v, s, kv, s.k0 + columns.first);
       return;
@@ -230,6 +230,7 @@ class Worker {
       weights = mem.s;
       if (one_k) {
         if (!accumulate) std::fill_n(mem.out, dv_pad, C(0));
+        if (columns.alive) return alive_values(blocks);
         return sum_values(blocks, mem.s, one_v, a.v.stride_t, a.dv, mem.out);
       }
     }
@@ -249,6 +250,23 @@ class Worker {
       }
       accumulate = true;
       i = end;
+    }
+  }
+
+  // The same of one query, without the values of dead keys, whose weight of 0 does not undo a NaN.
+  void alive_values(const Blocks& blocks) {
+    for (int64_t i = 0; i < blocks.count; ++i) {
+      const uint8_t* alive = columns.alive + blocks.first[i];
+      for (int64_t j = 0; j < blocks.real[i]; ++j) {
+        if (!alive[j]) continue;
+        Blocks run;
+        run.count = 1;
+        run.first[0] = blocks.first[i] + j;
+        const C* weights = mem.s + i * kPanel + j;
+        while (j < blocks.real[i] && alive[j]) ++j;
+        run.real[0] = blocks.first[i] + j - run.first[0];
+        sum_values(run, weights, one_v, a.v.stride_t, a.dv, mem.out);
+      }
     }
   }
 

@@ -29,3 +29,62 @@ def test_runs_of_keys_that_differ_from_head_to_head(runs, queries, key_heads):
     by_pair = keep.expand(2, 4, queries, 70).clone()
     by_pair[:, :, queries // 2, ::2] = False
     assert_contract("attention", {"query": query, "key": key, "value": value, "mask": tfk.Mask.keep(by_pair)}, "cpu")
+
+
+def hidden_by_bias(queries, keys, kind):
+    """A bias that hides some keys from all rows, (rows, keys), and which ones."""
+    hidden = torch.zeros(keys, dtype=torch.bool)
+    hidden[{"end": slice(keys - 6, keys), "hole": slice(10, 18), "most": slice(3, keys - 9)}[kind]] = True
+    bias = torch.zeros(queries, keys).masked_fill(hidden, -torch.inf)
+    bias[0, :2] = -torch.inf  # of a single row where there are several
+    return bias, hidden if queries > 1 else hidden | (torch.arange(keys) < 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("queries", [1, 4, 40])
+@pytest.mark.parametrize("kind", ["end", "hole", "most"])
+@pytest.mark.parametrize("with_keep", [False, True])
+@pytest.mark.parametrize("width", [33, 64])
+def test_what_keys_hidden_by_a_bias_hold_changes_no_bit(dtype, queries, kind, with_keep, width):
+    """As keys hidden by keep: NaN in them alters neither the output nor a gradient, in any bit."""
+    make = torch.Generator().manual_seed(3)
+    query = torch.randn(1, 4, queries, width, generator=make).to(dtype)
+    key, value = (torch.randn(1, 2, 256, width, generator=make).to(dtype) for _ in range(2))
+    bias, hidden = hidden_by_bias(queries, 256, kind)
+    mask = None
+    if with_keep:
+        mask = tfk.Mask.keep((torch.arange(256) != 100).view(1, 1, 1, 256))
+        hidden = hidden.clone()
+        hidden[100] = True
+    found = []
+    for filling in (0.0, torch.nan, torch.inf):
+        given = [query.clone(), *(t.masked_fill(hidden[:, None], filling) for t in (key, value))]
+        given = [t.requires_grad_() for t in given]
+        given_bias = bias.to(dtype if dtype == torch.float64 else torch.float32).requires_grad_()
+        out, lse = tfk.ops.attention(*given, mask, bias=given_bias, return_lse=True, backend="cpu")
+        with torch.no_grad():
+            alone = tfk.ops.attention(*given, mask, bias=given_bias, backend="cpu")
+        seed = torch.arange(out.numel(), dtype=torch.float64).sin().view(out.shape).to(dtype)
+        found.append([out, lse, alone, *torch.autograd.grad(out, [*given, given_bias], seed)])
+    assert all(torch.isfinite(t).all() for t in found[0])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("kind", ["end", "hole", "most"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_contract_of_keys_hidden_by_a_bias(dtype, queries, kind):
+    make = torch.Generator().manual_seed(3)
+    query = torch.randn(2, 4, queries, 24, generator=make).to(dtype)
+    key, value = (torch.randn(2, 2, 70, 24, generator=make).to(dtype) for _ in range(2))
+    bias, _ = hidden_by_bias(queries, 70, kind)
+    options = {"bias": bias.to(dtype).expand(2, 1, queries, 70), "mask": tfk.Mask.causal(align="bottom_right")}
+    assert_contract("attention", {"query": query, "key": key, "value": value, **options}, "cpu")
+
+
+def test_a_bias_of_float64_below_the_range_of_float32_hides_nothing():
+    make = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 1, length, 8, generator=make, dtype=torch.float64) for length in (3, 9, 9))
+    out = tfk.ops.attention(q, k, v, bias=torch.full((3, 9), -1e300, dtype=torch.float64), backend="cpu")
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
