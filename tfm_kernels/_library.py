@@ -363,7 +363,7 @@ def below_autograd(operator: Any, *arguments: Any) -> Any:
         raise NotImplementedError(
             f"{operator._schema.name} knows no forward-mode differentiation; PyTorch's own operators do"
         )
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # as csrc/apply.cpp
         return operator(*arguments)
 
 

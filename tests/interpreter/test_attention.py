@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import tfm_kernels as tfk
 from tests.attention_cases import assert_enough_cases, marked_cases
 from tests.attention_semantics import *  # noqa: F403  (the tests that every backend has)
 from tests.attention_semantics import WIDTHS, assert_many_tiles, assert_wide_heads
@@ -36,3 +37,12 @@ def test_wide_heads(widths, dtype):
 @pytest.mark.parametrize("dtype", HEAVY, ids=str)
 def test_many_tiles(dtype):
     assert_many_tiles(dtype, "triton")
+
+
+def test_the_output_may_be_written_into():
+    """As what PyTorch's own attention returns: autograd keeps track of no view, though it is a transposed one."""
+    q, other = torch.randn(1, 2, 5, 16), torch.randn(16, requires_grad=True)
+    with torch.no_grad():
+        out = tfk.ops.attention(q, q, q, backend="triton")
+    expected = out + other
+    assert torch.equal(out.add_(other), expected) and out.requires_grad
