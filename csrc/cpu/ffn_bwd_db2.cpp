@@ -1,8 +1,10 @@
-// ffn_bwd, CPU: db2 of FFN.5 of tfm_kernels/ops/ffn.py, the sum of dy over its rows. at::sum adds
-// in an order that depends on the number of threads. Owns:    one call of the kernel = up to
-// kFfnBiasColumns columns, all rows. Traffic: reads dy once, a stretch of each row. M*Eo FLOPs.
-// Limits:  none; kBlock rows are summed in the compute type, blocks in float64.
-// Source:  own work.
+// ffn_bwd, CPU: db2 of FFN.5 of tfm_kernels/ops/ffn.py, the sum of dy over its rows.
+//
+// In a kernel of its own because at::sum adds in an order that depends on the number of threads.
+// Owns: one call of the kernel = up to kFfnBiasColumns columns, all rows.
+// Traffic: reads dy once, a stretch of each row. M*Eo FLOPs.
+// Limits: none; kBlock rows are summed in the compute type, blocks in float64.
+// Source: own work.
 #include "ffn_bwd.h"
 #include "prefetch.h"
 
