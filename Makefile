@@ -14,7 +14,7 @@ INSTALL := $(BIN)/pip install -q --no-compile  # Python compiles what it imports
 SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.cpp' 'tests/simt/*.cu' 'tests/simt/*.h')
 SANITIZED := build/sanitized
 
-.PHONY: build triton lint test test-all sanitize demo bench gpu clean
+.PHONY: build triton lint test test-all aside interpreted interpreted-attention sanitize demo bench gpu clean
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -36,14 +36,26 @@ triton: build
 	$(BIN)/python -c "import importlib.util as u; raise SystemExit(u.find_spec('triton') is None)" \
 	  || test -z "$(TRITON)" || $(INSTALL) $(TRITON)
 
-# Triton's kernels run interpreted in a process of their own; its exit code 5 says that triton is not installed
-test: lint triton
-	$(BIN)/python -m pytest -q -m "not slow"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m "not slow" tests/interpreter || test $$? -eq 5
+# First what runs the CPU kernels, on all cores; then, two processes at a time, what needs one thread. Triton's kernels run
+# interpreted in processes of their own; their exit code 5 says that triton is not installed.
+test test-all: lint triton
+	$(PYTEST) $(MARKED) $(addprefix --ignore=,$(ASIDE) $(INTERPRETED))
+	$(MAKE) -j2 MARKED='$(MARKED)' interpreted-attention aside interpreted
 
-test-all: lint triton
-	$(BIN)/python -m pytest -q
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreter || test $$? -eq 5
+test: MARKED := -m "not slow"
+PYTEST := $(BIN)/python -m pytest -q
+ASIDE := $(addprefix tests/,aot commands generation models simt training)
+INTERPRETED := tests/interpreter
+
+aside:
+	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(ASIDE)
+
+interpreted-attention:
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(INTERPRETED)/test_attention.py || test $$? -eq 5
+
+interpreted:
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(INTERPRETED) \
+	  --ignore=$(INTERPRETED)/test_attention.py || test $$? -eq 5
 
 # the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the tree; then the CUDA kernels,
 # run on the CPU

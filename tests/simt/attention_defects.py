@@ -40,7 +40,7 @@ DEFECTS = {
     ),
     "keys_without_a_barrier": _planted(FWD_FILE, "__syncthreads();  // the keys", "// the keys", quick=True),
     "values_without_a_barrier": _planted(FWD_FILE, "__syncthreads();  // the values", "// the values"),
-    "queries_copied_in_no_group": _planted(FWD_FILE, "copy_commit();  // of", "// of", quick=True),
+    "queries_copied_in_no_group": _planted(FWD_FILE, "copy_commit();  // of", "// of"),
     "keys_copied_in_no_group": _planted(KEYS, "copy_commit();  // of", "// of"),
     "gradients_copied_in_no_group": _planted(QUERIES, "copy_commit();  // of", "// of"),
     "queries_without_a_barrier": _planted(KEYS, "__syncthreads();  // the queries", "// the queries"),
