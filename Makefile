@@ -14,7 +14,7 @@ INSTALL := $(BIN)/pip install -q --no-compile  # Python compiles what it imports
 SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.cpp' 'tests/simt/*.cu' 'tests/simt/*.h')
 SANITIZED := build/sanitized
 
-.PHONY: build triton lint test test-all aside interpreted interpreted-attention sanitize demo bench gpu clean
+.PHONY: build triton lint test test-all simt aside interpreted interpreted-attention sanitize demo bench gpu clean
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -39,13 +39,17 @@ triton: build
 # First what runs the CPU kernels, on all cores; then, two processes at a time, what needs one thread. Triton's kernels run
 # interpreted in processes of their own; their exit code 5 says that triton is not installed.
 test test-all: lint triton
-	$(PYTEST) $(MARKED) $(addprefix --ignore=,$(ASIDE) $(INTERPRETED))
-	$(MAKE) -j2 MARKED='$(MARKED)' interpreted-attention aside interpreted
+	$(PYTEST) $(MARKED) $(addprefix --ignore=,$(SIMT) $(ASIDE) $(INTERPRETED))
+	$(MAKE) -j2 MARKED='$(MARKED)' interpreted-attention interpreted simt aside
 
 test: MARKED := -m "not slow"
 PYTEST := $(BIN)/python -m pytest -q
-ASIDE := $(addprefix tests/,aot commands generation models simt training)
+SIMT := tests/simt
+ASIDE := $(addprefix tests/,aot commands generation models training)
 INTERPRETED := tests/interpreter
+
+simt:
+	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(SIMT)
 
 aside:
 	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(ASIDE)
