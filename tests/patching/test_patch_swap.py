@@ -86,6 +86,11 @@ def test_copies_and_pickles_are_patched_and_stand_alone(kind):
         assert [type(m) for m in each.modules()] == [type(m) for m in model.modules()]
 
 
+def in_another_process(code, path):
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_another_process_can_load_a_patched_model(tmp_path):
     model = bert(num_hidden_layers=1)
     with tfk.patch(model):
@@ -99,8 +104,7 @@ def test_another_process_can_load_a_patched_model(tmp_path):
         "import tfm_kernels as tfk\n"
         "assert tfk.unpatch(model) and model.config._attn_implementation == 'sdpa'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    in_another_process(code, tmp_path / "model.pt")
 
 
 def test_twice():
@@ -257,8 +261,7 @@ def test_another_process_can_give_torchs_classes_back(tmp_path):
         "tfk.unpatch(model)\n"
         "assert not [type(m) for m in model.modules() if type(m).__module__.startswith('tfm_kernels')]\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    in_another_process(code, tmp_path / "model.pt")
 
 
 def clip():

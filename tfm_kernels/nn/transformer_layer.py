@@ -101,16 +101,17 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     ) -> Tensor:
         """Runs ``src`` through the layer; masks as in ``MultiheadAttention``."""
         _checked_input("TransformerEncoderLayer", "src", src, self.self_attn)
-        x, masks = src, (*self._masks(src, src_mask, src_key_padding_mask), is_causal)
-        if not _own_blocks(self, nn.TransformerEncoderLayer, "_sa_block", "_ff_block"):
+        x, own = src, _own_blocks(self, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
+        if own and self.norm_first:
+            x, (f, dropout, backend) = self._pre_norm(x, None, src_mask, src_key_padding_mask, is_causal)
+            return add(f, x, dropout, backend)
+        masks = (*self._masks(x, src_mask, src_key_padding_mask), is_causal)
+        if not own:
             if self.norm_first:
                 x = x + self._sa_block(self.norm1(x), *masks)
                 return x + self._ff_block(self.norm2(x))
             x = self.norm1(x + self._sa_block(x, *masks))
             return self.norm2(x + self._ff_block(x))
-        if self.norm_first:
-            x, (f, dropout, backend) = self._pre_norm(x, None, *masks)
-            return add(f, x, dropout, backend)
         x = norm_of_sum(attend(self.self_attn, x, x, *masks), x, self.dropout1, self.norm1)
         return norm_of_sum(self._feed_forward(x), x, self.dropout2, self.norm2)
 

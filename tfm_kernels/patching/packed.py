@@ -60,7 +60,12 @@ class Packed:
 
 
 def packing(
-    stack: nn.Module, mask: object, x: Tensor, layers: Iterable[nn.Module], why_not: Callable[[Any], str | None]
+    stack: nn.Module,
+    mask: object,
+    x: Tensor,
+    layers: Iterable[nn.Module],
+    why_not: Callable[[Any], str | None],
+    reason: str | None = None,
 ) -> Packed | None:
     """How the batch ``x`` (B, T, E) of a fused stack of layers runs packed, or None where it runs padded.
 
@@ -70,15 +75,15 @@ def packing(
         x: its input.
         layers: its layers; each has to be fused, and nobody may watch what goes into it and out.
         why_not: why_not(layer) tells what keeps a layer from running fused, or None.
+        reason: what keeps the stack itself from it, if anything does.
     """
     if mask is None or not options(stack).packed or guard.tracing(x) or x.numel() == 0:
         return None
     keep = _key_padding(mask, *x.shape[:2])
-    reason = None
     if keep is None:
-        reason = "its mask hides more than padding"
+        reason = reason or "its mask hides more than padding"
     elif not bool(keep[:, 0].all()):  # also where a row has no token at all
-        reason = "a row begins with padding"
+        reason = reason or "a row begins with padding"
     for number, layer in enumerate(layers if reason is None else ()):
         reason = "its class is not fused" if not is_fused(layer) else why_not(layer)
         if reason is None and guard.hooked(layer):

@@ -15,7 +15,7 @@ from . import block, guard
 from .linear import linear
 from .packed import Packed, packing
 from .registry import Recipe, register_recipe
-from .swap import fell_back, options, original_class
+from .swap import options, original_class
 
 _DROPOUTS = ("dropout", "dropout1", "dropout2")
 
@@ -65,11 +65,12 @@ def _fuse(original: type) -> type:
             hint = causal_hint(mask, is_causal)
             padding = src_key_padding_mask
             packs = padding is not None and padding.dtype == torch.bool and src.dim() == 3 and padding.dim() == 2
-            if packs and (mask is None or hint) and not fell_back(self, _why_not_norm(self)):
+            if packs and (mask is None or hint):
                 assert padding is not None
                 batch_first = self.layers[0].self_attn.batch_first if len(self.layers) else True
                 x = src if batch_first else src.transpose(0, 1)
-                packed = packing(self, Mask.hide(padding[:, None, None, :]), x, self.layers, _why_not)
+                hidden = Mask.hide(padding[:, None, None, :])
+                packed = packing(self, hidden, x, self.layers, _why_not, _why_not_norm(self))
                 if packed is not None:
                     x = packed.unpack(_run(self, packed, x, hint, batch_first))
                     return x if batch_first else x.transpose(0, 1)
