@@ -22,6 +22,7 @@ struct LayerNormBwd {
   void* sums;  // (blocks, 2, N) in the compute type, what each block adds up for them
   int64_t rows, n, block, blocks;
   bool unbiased;
+  bool past_caches;  // how the sum's gradient is stored: dresidual, or dx which serves for both
   Dropout dropout;
   const int64_t* dropout_rows;
 };
@@ -69,7 +70,7 @@ void rows(const LayerNormBwd& args, int64_t block, compute_t<T>* scratch) {
     const C offset = args.mean ? static_cast<C>(sum / static_cast<double>(n)) : C(0);
     T* dx = static_cast<T*>(args.dx) + m * n;
     T* out = args.dresidual ? static_cast<T*>(args.dresidual) + m * n : dx;
-    for_lanes<T>(n, [&]<typename V>(int64_t i) {
+    fill_lanes(out, n, args.past_caches, [&]<typename V>(int64_t i) {
       V x;
       if constexpr (kKept)
         x = load<V>(xhat + i);
@@ -77,8 +78,8 @@ void rows(const LayerNormBwd& args, int64_t block, compute_t<T>* scratch) {
         x = (load<V>(z + i) - V(mean)) * V(rstd);
       V d = V(rstd) * (load<V>(g + i) - V(offset) - x * V(along));
       if (dz) d = d + load<V>(dz + i);
-      store(out + i, d);
       if (args.dresidual) store(g + i, d);
+      return d;
     });
     if (!args.dresidual) continue;
     const int64_t row = args.dropout_rows ? args.dropout_rows[m] : m;
@@ -87,6 +88,7 @@ void rows(const LayerNormBwd& args, int64_t block, compute_t<T>* scratch) {
     for (int64_t i = 0; i < n; ++i) g[i] = factors[i] == C(0) ? C(0) : g[i] * factors[i];
     narrow(g, n, dx);
   }
+  if (args.past_caches) streamed();
 }
 
 // What all blocks have summed from `sums` on, added up and rounded once.
@@ -198,6 +200,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   args.blocks = blocks;
   args.block = (rows + blocks - 1) / blocks;
   args.unbiased = unbiased;
+  args.past_caches = goes_past_caches(dx);
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     WideRows wide(4 * n * rstd.element_size());
     for (int64_t block = begin; block < end; ++block)

@@ -20,6 +20,7 @@ struct LayerNormFwd {
   int64_t n;
   double eps;
   bool unbiased;
+  bool past_caches;  // how y is stored
   Dropout dropout;
   const int64_t* dropout_rows;  // (M) or null
 };
@@ -93,13 +94,14 @@ void rows(const LayerNormFwd& args, int64_t begin, int64_t end, compute_t<T>* sc
     static_cast<C*>(args.rstd)[m] = rstd;
 
     T* y = static_cast<T*>(args.y) + m * n;
-    for_lanes<T>(n, [&]<typename V>(int64_t i) {
+    fill_lanes(y, n, args.past_caches, [&]<typename V>(int64_t i) {
       V v = (load<V>(x + i) - V(mu)) * V(rstd);
       if (weight) v = v * load<V>(weight + i);
       if (bias) v = v + load<V>(bias + i);
-      store(y + i, v);
+      return v;
     });
   }
+  if (args.past_caches) streamed();
 }
 
 }  // namespace
@@ -166,6 +168,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   args.n = n;
   args.eps = eps;
   args.unbiased = unbiased;
+  args.past_caches = args.z != args.y && goes_past_caches(y);
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / n), [&](int64_t begin, int64_t end) {
     WideRows wide(4 * n * rstd.element_size());
     TFM_KERNEL(layer_norm_fwd)(args, dtype_of(dtype), begin, end, wide.data);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -165,6 +166,33 @@ void store(E* p, const V& v) {
   }
 }
 
+// Likewise, for whole vectors past the caches, which else read first what is overwritten; such a
+// vector lies on a multiple of its size. Other threads see it after streamed().
+template <typename V, typename E>
+void stream(E* p, const V& v) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_arithmetic_v<V>) {
+    store(p, v);
+  } else if constexpr (std::is_same_v<V, TwoVecs>) {
+    stream(p, at::vec::convert_from_float<E>(v.low, v.high));
+  } else {
+#ifdef CPU_CAPABILITY_AVX512
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), std::bit_cast<__m512i>(v));
+#else
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), std::bit_cast<__m256i>(v));
+#endif
+  }
+#else
+  store(p, v);
+#endif
+}
+
+inline void streamed() {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  _mm_sfence();
+#endif
+}
+
 // v as it is once it has been stored as a T.
 template <typename T, typename V>
 V rounded(const V& v) {
@@ -186,6 +214,17 @@ void for_lanes(int64_t n, Body body) {
   int64_t i = 0;
   for (; i + kWidth <= n; i += kWidth) body.template operator()<lanes_t<T>>(i);
   for (; i < n; ++i) body.template operator()<compute_t<T>>(i);
+}
+
+// out[i] = value.template operator()<V>(i), over 0..n-1, likewise; past the caches if so wished.
+template <typename T, typename Value>
+void fill_lanes(T* out, int64_t n, bool past_caches, Value value) {
+  if (past_caches)
+    for_lanes<T>(n,
+                 [&]<typename V>(int64_t i) { stream(out + i, value.template operator()<V>(i)); });
+  else
+    for_lanes<T>(n,
+                 [&]<typename V>(int64_t i) { store(out + i, value.template operator()<V>(i)); });
 }
 
 // Zeros in the first n numbers, a multiple of 16, of rows that lie ld apart. (GCC makes of

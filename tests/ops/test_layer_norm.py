@@ -215,6 +215,27 @@ def test_layout_changes_no_bit(backend, layout, dtype):
     assert all(torch.equal(a, b) for a, b in zip(run(lambda t: t), run(LAYOUTS[layout]), strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("more", [0, 4], ids=["rows on whole vectors", "rows between vectors"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_rows_of_a_large_result_are_those_of_small_ones(dtype, more, dropout_p):
+    """Results of 32 MB and more are stored past the caches, where their rows lie on whole vectors."""
+    width = 1024 + more
+    count = 2**25 // (width * dtype.itemsize) + 3
+    x, residual, dy = (torch.randn(count, width).to(dtype) for _ in range(3))
+    weight = torch.randn(width)
+
+    def run(rows):
+        args = [t[rows].requires_grad_() for t in (x, residual)]
+        options = {"dropout_p": dropout_p, "seed": SEED, "dropout_rows": torch.arange(count)[rows], "backend": "cpu"}
+        y, z = tfk.ops.add_layer_norm(*args, weight, **options)
+        alone = tfk.ops.layer_norm(args[0].detach(), weight, backend="cpu")
+        return alone, y, z, *torch.autograd.grad((y, z), args, (dy[rows], dy[rows]))
+
+    halves = [run(slice(0, 1001)), run(slice(1001, count))]
+    assert all(torch.equal(torch.cat(parts), whole) for whole, *parts in zip(run(slice(count)), *halves, strict=True))
+
+
 def test_expanded_rows():
     x = randn(36).expand(5, 36)
     assert torch.equal(tfk.ops.layer_norm(x, backend="cpu"), tfk.ops.layer_norm(x.contiguous(), backend="cpu"))
