@@ -54,10 +54,10 @@ def calls(arch):
             yield width, 65, "fp16", "plain", True
 
 
-def entries():
+def entries(archs=ARCHS):
     """Name -> what to compile, for every kernel, launch, storage type, kind of call and architecture."""
     found = {}
-    for arch in ARCHS:
+    for arch in archs:
         for call in calls(arch):
             name, entry = forward(*call, arch)
             found[f"sm_{arch} {name} {words(*call[2:])}"] = entry

@@ -14,7 +14,7 @@ FILE = Path(__file__).with_name("ffn.json")
 ARCHS = (80, 90, 100)
 KINDS = {"half": "bf16", "ieee": "fp32", "tf32": "fp32"}
 # what multiplies; sm_100 has no warp-level products of its own, its tensor cores take tiles from shared memory
-PRODUCTS = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA",)}
+PRODUCTS = {80: ("HMMA",), 86: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA",), 120: ("HMMA",)}
 # (name, features): of the product, which pointers are None and what is k inner
 GEMMS = {
     "x w^T": {"absent": ("a2_ptr", "b2_ptr"), "inner": (True, True)},
@@ -29,10 +29,10 @@ GATED = ("gate_ptr", "g_ptr", "dg_ptr")
 INTEGERS = {"F": "i32", "splits": "i32", "last_dropped": "i32", "scale": "fp32"}
 
 
-def entries():
+def entries(archs=ARCHS):
     """Name -> what to compile, for every kernel, launch, storage type, set of features and architecture."""
     found = {}
-    for arch in ARCHS:
+    for arch in archs:
         for kind in KINDS:
             for aligned in (True, False):
                 found |= _products(arch, kind, aligned)

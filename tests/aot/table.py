@@ -26,10 +26,10 @@ SIZES = {"M": "i64", "N": "i32", "last_dropped": "i32", "divisor": "fp32", "scal
 STATISTICS = {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "dweight_ptr": "*fp32", "dbias_ptr": "*fp32"}
 
 
-def entries():
+def entries(archs=ARCHS):
     """Name -> what to compile, for every kernel, launch, storage type, set of features and architecture."""
     found = {}
-    for arch in ARCHS:
+    for arch in archs:
         for dtype, features, aligned in VARIANTS + (VARIANTS_90 if arch == 90 else ()):
             for width in WIDTHS:
                 for make in (_forward, _backward):

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import dropout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0))  # capabilities with 163 KiB or more a block
 MULTIPROCESSORS = {8: 108, 9: 132, 10: 148}  # major compute capability -> of A100, H100 and H200, B200
 
 
@@ -87,6 +88,11 @@ def on(x: Tensor) -> AbstractContextManager:
 def capability(x: Tensor) -> tuple[int, int]:
     """Compute capability of the device of ``x``; an interpreted call takes the launches of an H200."""
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+
+
+def small_shared(capability: tuple[int, int]) -> bool:
+    """Whether a program may only take 99 KiB of shared memory, as on the cards for desktops (8.6, 8.9, 12.0)."""
+    return capability not in LARGE_SHARED
 
 
 def matrix(x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def pick_config(kernel: str, dim: int, extras: str, dtype: torch.dtype, capabili
         passes = 16 if few else 32
         stages = 1 if capability[0] >= 10 and block_d >= 128 else 2  # asked for ahead they spill there
         return Config(passes, 128 if narrow else 64, block_d, 0, num_warps=8, num_stages=stages)
-    if extras == "none":
+    if extras == "none" and not (wide and _launch.small_shared(capability)):
         stays, passes = (64, 32) if wide else (128, 64 if narrow else 32)
     elif extras == "unaligned" and wide and capability[0] == 9:
         stays, passes = 32, 32  # 64 rows of warp-group products spill in the loop

@@ -49,7 +49,7 @@ def pick_config(dim: int, queries: int, extras: str, dtype: torch.dtype, capabil
     spills (tests/aot/attention.json). float32 multiplies without matrix units: tiles of what a thread can hold.
     """
     block_d = max(16, triton.next_power_of_2(dim))
-    few, old = queries <= 64, capability[0] == 8
+    few, old = queries <= 64, capability[0] == 8 or _launch.small_shared(capability)
     if dtype == torch.float32:
         block_m, num_warps = 64 if block_d < 256 else 32, 8 if block_d >= 128 else 4
         return Config(block_m, 16, block_d, 16, num_warps, num_stages=1, max_registers=255)
