@@ -97,6 +97,26 @@ def test_what_lies_in_padding_changes_no_bit(kind, bad, backend):
         assert torch.equal(a, b) and a.isfinite().all()
 
 
+BANDS = {
+    "causal": Mask.causal(),
+    "window": Mask.window(2, 1),
+    "causal and lengths": Mask.causal() & Mask.lengths(torch.tensor([30, 9])),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+@pytest.mark.parametrize("kind", BANDS)
+def test_what_lies_beyond_the_last_querys_reach_changes_no_bit(kind, bad, dtype, backend):
+    """More keys than queries see, in one tile with those that they see."""
+    clean = qkv(keys=40, dtype=dtype)
+    dirty = [t.clone() for t in clean]
+    for t in dirty[1:]:
+        t[:, :, 6:] = bad
+    pairs = zip(results(backend, *clean, BANDS[kind]), results(backend, *dirty, BANDS[kind]), strict=True)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in pairs)
+
+
 def test_nan_where_it_is_seen(backend):
     """A query row of NaN: NaN in that row, and in the gradients of the keys that it sees, of no others."""
     q, k, v = qkv(queries=7, key_heads=4)
@@ -122,6 +142,20 @@ def test_rows_that_see_nothing(dtype, backend):
     dout[:, :, 2] = 1.0
     for gradient in torch.autograd.grad(out, leaves, dout):
         assert (gradient == 0).all()
+
+
+def test_rows_far_from_zero_have_right_gradients(backend):
+    """|lse| of 1e5 and more, where float32 has lost log(sum) beside the maximum: large scores, and a bias of one large
+    number for a whole row, as padded queries are often hidden.
+    """
+    q, k, v = qkv(queries=7)
+    assert_contract("attention", named(300 * q, 300 * k, v), backend)
+    bias = torch.zeros(1, 1, 7, 7)
+    bias[:, :, 2], bias[:, :, 5] = -1e5, torch.finfo(torch.float32).min
+    found = results(backend, q, k, v, bias=bias)
+    expected = results("reference", *(t.double() for t in (q, k, v)), bias=bias.double())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=0.02)  # 1e5 eps is 0.006
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

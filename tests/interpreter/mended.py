@@ -1,6 +1,8 @@
-"""Triton's interpreter, mended: bfloat16 rounds as on a GPU, integers that overflow are errors, and it is faster.
+"""Triton's interpreter, mended: bfloat16 rounds as on a GPU, a minimum or maximum drops NaN as on a GPU, integers that
+overflow are errors, and it is faster.
 
-Unmended, Triton 3.5.1 to 3.9.0 computes on the raw bits of bfloat16 and truncates stores, and int32 offsets wrap.
+Unmended, Triton 3.5.1 to 3.9.0 computes on the raw bits of bfloat16 and truncates stores, keeps in tl.minimum and
+tl.maximum the NaN that PTX's min and max drop, and lets int32 offsets wrap.
 """
 
 import dataclasses
@@ -70,6 +72,14 @@ def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return _Handle(np.matmul(_wide(a), _wide(b), dtype=np.float32) + d.data, d.dtype.scalar)
 
 
+def create_minnumf(self, lhs, rhs):
+    return self.binary_op(lhs, rhs, np.fmin)
+
+
+def create_maxnumf(self, lhs, rhs):
+    return self.binary_op(lhs, rhs, np.fmax)
+
+
 _patched = set()
 
 
@@ -88,7 +98,9 @@ def patch_lang(fn):
 def mend():
     """Puts all of it in place, for the rest of the process."""
     interpreter._patch_lang = patch_lang
-    for function in (binary_op, unary_op, cast_impl, create_fp_to_fp, create_dot):
+    for function in (
+        binary_op, unary_op, cast_impl, create_fp_to_fp, create_dot, create_minnumf, create_maxnumf
+    ):  # fmt: skip
         setattr(_Builder, function.__name__, function)
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, debug=True)

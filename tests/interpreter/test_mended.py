@@ -27,6 +27,15 @@ def sum_kernel(x_ptr, y_ptr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def clamp_kernel(x_ptr, y_ptr, BLOCK_N: tl.constexpr):
+    offs_n = tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + offs_n)
+    tl.store(y_ptr + offs_n, tl.minimum(x, 1.0))
+    tl.store(y_ptr + BLOCK_N + offs_n, tl.maximum(x, 1.0))
+    tl.store(y_ptr + 2 * BLOCK_N + offs_n, tl.minimum(x, 1.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
 def offset_kernel(y_ptr, stride):
     offset = (tl.program_id(0) + 70_000) * stride
     tl.store(y_ptr, offset.to(tl.int64))
@@ -39,6 +48,13 @@ def test_bfloat16_is_rounded_to_nearest_even():
     x = x.bfloat16()
     sum_kernel[(1,)](x, y, BLOCK_N=4096)
     assert torch.equal(y, x * x + x)
+
+
+def test_a_minimum_drops_nan_unless_told_otherwise():
+    """As PTX's min.f32, max.f32 and min.NaN.f32 do."""
+    y = torch.empty(3, 2)
+    clamp_kernel[(1,)](torch.tensor([float("nan"), 3.0]), y, BLOCK_N=2)
+    assert torch.equal(y[:2], torch.tensor([[1.0, 1.0], [1.0, 3.0]])) and y[2, 0].isnan() and y[2, 1] == 1.0
 
 
 def test_an_offset_that_leaves_int32_is_an_error():

@@ -235,6 +235,8 @@ def score_tile(
         x = tl.where(bias == float("-inf"), float("-inf"), tl.fma(x, scale, bias))
     if MASKED:
         shown = visible_tile(m0, n0, live, low, high, BLOCK_M, BLOCK_N, TRANSPOSED)
+        if TRANSPOSED:  # rows that do not exist add 0 to a key, and not 0 times NaN to one that no row sees
+            shown = shown & (rows_of(BLOCK_M, True) < near(tq - m0, 4096))
         if keep_ptr is not None:
             keep = load_pairs(
                 keep_ptr, m0, n0, tq, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, TRANSPOSED

@@ -65,7 +65,7 @@ def gradient_tile(
         power = tl.fma(x - along_rows(top, TRANSPOSED), step, -along_rows(shift, TRANSPOSED))
     else:
         power = tl.fma(x, step, -along_rows(offset, TRANSPOSED))
-    p = tl.exp2(tl.minimum(power, 0.0))
+    p = tl.exp2(tl.minimum(power, 0.0, propagate_nan=tl.PropagateNan.ALL))  # which without a word drops the NaN
     hidden = x == float("-inf")
     dropped = p
     if seed_ptr is not None:
