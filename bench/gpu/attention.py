@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.ops import bench_attention
@@ -15,7 +16,7 @@ from bench.shapes import Attention
 from bench.subject import BACKWARD, FORWARD, Eager, Group
 from tests.cases import Case, pairs_once
 from tfm_kernels import Mask, dropout, ops
-from tfm_kernels.testing import run
+from tfm_kernels.testing import assert_contract, invariance, run
 from tfm_kernels.testing.contract import bits_equal
 
 from .subject import GpuSubject, Inputs
@@ -69,6 +70,52 @@ def masks_are_the_references(backend: str, keys: int, p: float, device: str) -> 
     assert torch.equal((dv.transpose(-1, -2)[:, :, :rows] != 0).cpu(), keep[:, :, :rows]), (
         f"backward mask of {keys} keys, p = {p}"
     )
+
+
+HIDING = {
+    "causal": Mask.causal(),
+    "window": Mask.window(2, 1),
+    "lengths": Mask.lengths(torch.tensor([40, 0])),
+    "keep": Mask.keep((torch.arange(170) % 3 < 2).expand(1, 1, 37, 170)),
+}
+
+
+def hidden_keys_are_unread(backend: str, hiding: str, dtype: torch.dtype, device: str) -> None:
+    """NaN in keys that nobody sees reaches nothing: minimum and maximum drop NaN on a GPU, products do not."""
+    inputs: dict[str, Any] = dict(zip(("query", "key", "value"), _drawn(dtype, device, 37, 170), strict=True))
+    invariance.assert_hidden_keys_unread({**inputs, "mask": HIDING[hiding].to(device)}, backend)
+
+
+def nan_arrives(backend: str, device: str) -> None:
+    """A query of NaN: NaN in its row, and in the gradients of the keys that it sees, of no others."""
+    q, k, v = (t.requires_grad_() for t in _drawn(torch.float32, device, 170, 170))
+    with torch.no_grad():
+        q[1, 3, 100] = torch.nan
+    out = ops.attention(q, k, v, Mask.causal(), backend=backend)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    for name, found in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv)):
+        expected = torch.zeros(found.shape[:3], dtype=torch.bool, device=device)
+        if name in ("out", "dq"):
+            expected[1, 3, 100] = True
+        else:
+            expected[1, 1, :101] = True
+        assert torch.equal(found.isnan().any(-1), expected), f"where {name} is NaN"
+
+
+def far_rows_are_right(backend: str, device: str) -> None:
+    """|lse| of 1e5 and more, where float32 has lost log(sum) beside the maximum, by large scores and by a bias."""
+    q, k, v = _drawn(torch.float32, device, 37, 170)
+    assert_contract("attention", {"query": 300 * q, "key": 300 * k, "value": v}, backend)
+    bias = torch.zeros(1, 1, 37, 170, device=device)
+    bias[:, :, 5] = torch.finfo(torch.float32).min
+    (dv,) = torch.autograd.grad(ops.attention(q, k, v.requires_grad_(), bias=bias, backend=backend)[:, :, 5].sum(), v)
+    torch.testing.assert_close(dv, torch.full_like(dv, 2 / 170))  # two query heads, a weight of 1/170 each
+
+
+def _drawn(dtype: torch.dtype, device: str, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(keys)
+    q, k, v = (torch.randn(2, heads, t, 64, generator=g) for heads, t in ((4, queries), (2, keys), (2, keys)))
+    return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
 
 
 def branches(device: str) -> Mapping[str, tuple[str, Inputs]]:
@@ -167,9 +214,18 @@ def _subject(backend: str) -> GpuSubject:
         backend=backend,
         cases=cases,
         checks={
-            f"attention masks of {keys} keys, p = {p}": partial(masks_are_the_references, backend, keys, p)
-            for keys in (7, 64, 200)
-            for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+            **{
+                f"attention masks of {keys} keys, p = {p}": partial(masks_are_the_references, backend, keys, p)
+                for keys in (7, 64, 200)
+                for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+            },
+            **{
+                f"attention hidden keys, {hiding}, {dtype}": partial(hidden_keys_are_unread, backend, hiding, dtype)
+                for hiding in HIDING
+                for dtype in (torch.float32, torch.bfloat16)
+            },
+            "attention NaN that is seen": partial(nan_arrives, backend),
+            "attention far rows": partial(far_rows_are_right, backend),
         },
         branches=branches,
         large={"attention beyond 2**31": partial(beyond_int32, backend)},

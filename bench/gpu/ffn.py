@@ -18,7 +18,7 @@ from tfm_kernels import dropout, ops
 from tfm_kernels.testing import run
 from tfm_kernels.testing.contract import Results, bits_equal
 
-from .subject import GpuSubject, Inputs
+from .subject import GpuSubject, Inputs, nan_stays_in_its_row
 
 ACTIVATIONS = ("gelu", "silu", "relu", "gelu_tanh")
 SEED = 2**40 + 20261121
@@ -157,9 +157,12 @@ def _subject(backend: str) -> GpuSubject:
         backend=backend,
         cases=cases,
         checks={
-            f"ffn masks of {hidden} features, p = {p}": partial(masks_are_the_references, backend, hidden, p)
-            for hidden in (7, 64, 130, 2048)
-            for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+            **{
+                f"ffn masks of {hidden} features, p = {p}": partial(masks_are_the_references, backend, hidden, p)
+                for hidden in (7, 64, 130, 2048)
+                for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+            },
+            "ffn NaN in a row": partial(nan_stays_in_its_row, branches, "ffn", backend),
         },
         branches=branches,
         large={

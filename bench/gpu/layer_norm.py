@@ -17,7 +17,7 @@ from tfm_kernels import dropout, ops
 from tfm_kernels.testing import run
 from tfm_kernels.testing.contract import bits_equal
 
-from .subject import GpuSubject, Inputs
+from .subject import GpuSubject, Inputs, nan_stays_in_its_row
 
 OPS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 SEED = 2**40 + 20261121
@@ -151,9 +151,15 @@ def _subject(backend: str) -> GpuSubject:
         backend=backend,
         cases=cases,
         checks={
-            f"add_layer_norm masks of width {width}, p = {p}": partial(masks_are_the_references, backend, width, p)
-            for width in (7, 64, 130, 8192, 65536)
-            for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+            **{
+                f"add_layer_norm masks of width {width}, p = {p}": partial(masks_are_the_references, backend, width, p)
+                for width in (7, 64, 130, 8192, 65536)
+                for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
+            },
+            **{
+                f"{op} NaN in a row": partial(nan_stays_in_its_row, branches, op, backend)
+                for op in ("rms_norm", "add_layer_norm")
+            },
         },
         branches=branches,
         large={f"add_rms_norm beyond 2**31, width {w}": partial(beyond_int32, backend, w) for w in (1024, 65536)},

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from bench.gpu import ffn, memory
+from bench.gpu import attention, ffn, memory
 from bench.gpu.layer_norm import TRITON
 from tests import bench_gpu_checks as checks
 from tfm_kernels import ops
+from tfm_kernels.testing import invariance
 
 # the interpreter is slow
 SMALL = checks.small(TRITON, "x63 ", "x64 ", rows=9)
@@ -57,3 +58,13 @@ def test_contract_items_of_ffn(tmp_path):
 
 def test_contract_items(tmp_path):
     checks.contract_items(TRITON, tmp_path, "-17-width=", "masks of width 7, p = 0.5", count=3)
+
+
+@pytest.mark.parametrize("check", ["attention hidden keys, window, torch.bfloat16", "attention NaN that is seen"])
+def test_checks_of_attention(check):
+    attention.TRITON.checks[check]("cpu")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_nan_stays_in_its_row(name):
+    invariance.assert_nan_stays_in_its_row(*SMALL[name], "triton")

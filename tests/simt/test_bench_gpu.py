@@ -2,10 +2,11 @@
 
 import pytest
 
-from bench.gpu import build, ffn
+from bench.gpu import attention, build, ffn
 from bench.gpu.layer_norm import CUDA
 from tests import bench_gpu_checks as checks
 from tfm_kernels import _library
+from tfm_kernels.testing import invariance
 
 SMALL = checks.small(CUDA, "x63 ", "x1024 ", rows=9)
 
@@ -28,6 +29,16 @@ def test_contract_items_of_ffn(tmp_path):
 
 def test_contract_items(tmp_path):
     checks.contract_items(CUDA, tmp_path, "-17-width=", "masks of width 7, p = 0.5", count=3)
+
+
+@pytest.mark.parametrize("check", attention.CUDA.checks)
+def test_checks_of_attention(check):
+    attention.CUDA.checks[check]("cpu")
+
+
+@pytest.mark.parametrize("name", [*SMALL, *BLOCKS])
+def test_nan_stays_in_its_row(name):
+    invariance.assert_nan_stays_in_its_row(*(SMALL | BLOCKS)[name], "cuda")
 
 
 def test_the_extension_is_looked_for_again(monkeypatch):

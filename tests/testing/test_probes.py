@@ -65,6 +65,31 @@ def test_padding_that_is_read(monkeypatch):
         invariance.assert_padding_unread(attention_inputs(), torch.tensor([7, 4]), "reference")
 
 
+def test_hidden_keys_that_are_read(monkeypatch):
+    inputs = {**attention_inputs(), "mask": Mask.causal()}
+    invariance.assert_hidden_keys_unread(inputs, "reference")
+    with pytest.raises(ValueError, match="every key is seen"):
+        invariance.assert_hidden_keys_unread(attention_inputs(), "reference")
+
+    def reading(query, key, value, mask=None, **options):
+        return RIGHT(query, key, value, mask, **options) + 0 * key[:, :, 6:].sum()
+
+    wrong(monkeypatch, reading)
+    with pytest.raises(ContractError, match="padding of nan against 0"):
+        invariance.assert_hidden_keys_unread(inputs, "reference")
+
+
+def test_nan_that_is_lost_and_nan_that_spreads(monkeypatch):
+    inputs, right = {"x": torch.randn(5, 8)}, ops.rms_norm
+    invariance.assert_nan_stays_in_its_row("rms_norm", inputs, "reference")
+    monkeypatch.setattr(ops, "rms_norm", lambda x, **options: right(x, **options).nan_to_num())
+    with pytest.raises(ContractError, match="that row of y must be NaN"):
+        invariance.assert_nan_stays_in_its_row("rms_norm", inputs, "reference")
+    monkeypatch.setattr(ops, "rms_norm", lambda x, **options: right(x, **options) + 0 * x.sum())
+    with pytest.raises(ContractError, match="NaN in row 2 of x: 32 of 32 elements differ"):
+        invariance.assert_nan_stays_in_its_row("rms_norm", inputs, "reference")
+
+
 def test_strides_that_are_ignored(monkeypatch):
     def ignoring(query, key, value, **options):
         flat = torch.as_strided(key, key.shape, (56, 28, 4, 1)) if key.stride() != (0, 28, 4, 1) else key

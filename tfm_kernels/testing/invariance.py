@@ -12,6 +12,7 @@ from ..mask import Mask
 from .contract import Results, draw_douts, run
 from .data import LAYOUTS, lay_out
 from .exact import assert_same_bits
+from .report import ContractError
 
 
 def assert_view_equals_contiguous(op: str, inputs: Mapping[str, Any], backend: str, *, backward: bool = True) -> None:
@@ -33,19 +34,23 @@ def assert_view_equals_contiguous(op: str, inputs: Mapping[str, Any], backend: s
             _same(first, second, f"{op}: backend {backend!r}: layout {layout} against contiguous")
 
 
-def assert_padding_unread(inputs: Mapping[str, Any], key_lengths: Tensor, backend: str) -> None:
-    """What lies in hidden keys and values may not change a bit: 0 against NaN, inf and 1e4.
+def assert_hidden_keys_unread(inputs: Mapping[str, Any], backend: str) -> None:
+    """What lies in keys and values that no query of their heads sees may not change a bit: 0 against NaN, inf and 1e4.
 
     Args:
-        inputs: arguments of attention, without a mask.
-        key_lengths: (B,) how many keys of each sequence are real.
+        inputs: arguments of attention, with a mask or a bias that hides.
         backend: the backend to name.
     """
-    key, value = inputs["key"], inputs["value"]
-    hidden = (torch.arange(key.shape[2], device=key.device) >= key_lengths.unsqueeze(1)).view(-1, 1, key.shape[2], 1)
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    (batch, heads, tq), (kv_heads, tk) = query.shape[:3], key.shape[1:3]
+    seen = (inputs.get("mask") or Mask()).dense(batch, heads, tq, tk, key.device)
+    if inputs.get("bias") is not None:
+        seen = seen & (inputs["bias"] != -torch.inf)
+    hidden = ~seen.expand(batch, heads, tq, tk).any(2).unflatten(1, (kv_heads, heads // kv_heads)).any(2).unsqueeze(-1)
+    if not bool(hidden.any()):
+        raise ValueError("every key is seen by some query of its heads: nothing is hidden whose reading could show")
     fill = lambda number: {  # noqa: E731
         **inputs,
-        "mask": Mask.lengths(key_lengths),
         "key": key.masked_fill(hidden, number),
         "value": value.masked_fill(hidden, number),
     }
@@ -53,6 +58,41 @@ def assert_padding_unread(inputs: Mapping[str, Any], key_lengths: Tensor, backen
     for number in (torch.nan, torch.inf, -torch.inf, 1e4):
         second = run("attention", fill(number), backend)
         _same(first, second, f"attention: backend {backend!r}: padding of {number} against 0")
+
+
+def assert_padding_unread(inputs: Mapping[str, Any], key_lengths: Tensor, backend: str) -> None:
+    """The same of a padded batch.
+
+    Args:
+        inputs: arguments of attention, without a mask.
+        key_lengths: (B,) how many keys of each sequence are real.
+        backend: the backend to name.
+    """
+    assert_hidden_keys_unread({**inputs, "mask": Mask.lengths(key_lengths)}, backend)
+
+
+def assert_nan_stays_in_its_row(op: str, inputs: Mapping[str, Any], backend: str) -> None:
+    """NaN in a row of x makes that row of y NaN, and changes no bit of the other rows of the outputs and of dx.
+
+    Args:
+        op: "ffn" or one of the norms.
+        inputs: its arguments, x of at least two rows (M, N).
+        backend: the backend to name.
+    """
+    x = inputs["x"]
+    number = x.shape[0] // 2
+    bad = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
+    bad[number] = True
+    first = run(op, inputs, backend)
+    second = run(op, {**inputs, "x": x.masked_fill(bad.unsqueeze(1), torch.nan)}, backend, douts=first.douts)
+    what = f"{op}: backend {backend!r}: NaN in row {number} of x"
+    y = next(iter(second.outputs.values()))
+    if not bool(y[bad].isnan().all()):
+        raise ContractError(f"{what}: that row of y must be NaN, got {y[bad].flatten()[:4].tolist()}, ...")
+    others = lambda results: {  # noqa: E731
+        name: None if t is None else t[~bad] for name, t in {**results.outputs, "dx": results.grads["x"]}.items()
+    }
+    assert_same_bits(others(first), others(second), what)
 
 
 def assert_batch_and_heads_independent(inputs: Mapping[str, Any], backend: str) -> None:
