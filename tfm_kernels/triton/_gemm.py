@@ -237,9 +237,9 @@ def gemm(
     part = triton.cdiv(triton.cdiv(K, config.splits), config.block_k) * config.block_k
     splits = max(1, triton.cdiv(K, part)) if part else 1
     shape, dtype = ((M, N), a.dtype) if splits == 1 else ((splits, M * N), torch.float32)
-    c = torch.empty(shape, dtype=dtype, device=a.device)
     if M == 0 or N == 0:
-        return c.view(M, N)
+        return a.new_empty((M, N))
+    c = torch.empty(shape, dtype=dtype, device=a.device)
     gemm_kernel[(config.programs,)](
         a_ptr=a, b_ptr=b, a2_ptr=a2, b2_ptr=b2, bias_ptr=bias, c_ptr=c, M=M, N=N, K=K, part=max(part, 1), splits=splits,
         a_stride=a.stride(0), b_stride=b.stride(0), a2_stride=0 if a2 is None else a2.stride(0),
