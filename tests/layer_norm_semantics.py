@@ -56,6 +56,38 @@ def test_dropout_masks_are_those_of_the_other_backends(backend, width, p):
         assert all(torch.equal(mask, keep) for mask in masks(name)), name
 
 
+def assert_constant_row_gives_the_bias(backend, dtype, width):
+    """Also where the mean of so many equal numbers is not that number, to the last bit; and dx is as it should be."""
+    numbers = torch.tensor([3.0, 0.1, -1000.1, 12345.678, 3.3e7 if dtype != torch.float16 else 65504.0], dtype=dtype)
+    x = numbers.unsqueeze(1).expand(-1, width).clone().requires_grad_()
+    weight, bias, dy = (randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(((width,), (width,), x.shape)))
+    y = tfk.ops.layer_norm(x, weight, bias, backend=backend)
+    assert torch.equal(y, bias.expand_as(y))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    g = dy.double() * weight.double()
+    expected = (g - g.mean(1, keepdim=True)) / 1e-5**0.5
+    torch.testing.assert_close(
+        dx.double(), expected, rtol=8 * torch.finfo(dtype).eps, atol=2e3 * torch.finfo(dtype).eps
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [16, 100, 768, 1031, 9000])
+def test_constant_row_gives_the_bias(backend, dtype, width):
+    assert_constant_row_gives_the_bias(backend, dtype, width)
+
+
+@pytest.mark.parametrize("width", [100, 6000])
+def test_a_row_too_far_from_zero_for_its_factor(backend, width):
+    """Equal numbers of 2^110: mean times 1 / sqrt(eps) is inf in float32, the gradient is not."""
+    found = []
+    for name in (backend, "reference"):
+        x = torch.full((3, width), 2.0**110, dtype=torch.float64 if name == "reference" else None).requires_grad_()
+        y = tfk.ops.layer_norm(x, eps=1e-12, backend=name)
+        found.append(torch.autograd.grad(y, x, randn(3, width, seed=1).to(y.dtype))[0])
+    torch.testing.assert_close(found[0].double(), found[1], rtol=1e-5, atol=5.0)  # of some 1e6
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_views_give_the_bits_of_contiguous_tensors(backend, op, dtype):

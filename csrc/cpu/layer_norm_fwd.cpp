@@ -31,6 +31,8 @@ TFM_DECLARE_KERNEL(void layer_norm_fwd(const LayerNormFwd& args, DType dtype, in
 inline namespace CPU_CAPABILITY {
 namespace {
 
+constexpr double kFar = 256;  // standard deviations from 0, from where on the mean is corrected
+
 // dropout(x) in `out`; `factors` is room for n numbers.
 template <typename T, typename C>
 void drop_row(const LayerNormFwd& args, int64_t m, const T* x, C* out, C* factors) {
@@ -83,12 +85,20 @@ void rows(const LayerNormFwd& args, int64_t begin, int64_t end, compute_t<T>* sc
     }
     if constexpr (!kWidens<T>)
       if (args.residual) x = static_cast<const T*>(args.z) + m * n;
-    const C mu = args.mean ? static_cast<C>(total / static_cast<double>(n)) : C(0);
-    if (args.mean) static_cast<C*>(args.mean)[m] = mu;
-    const double squares = sum_lanes<C>(n, [&]<typename V>(int64_t i) {
-      const V d = load<V>(x + i) - V(mu);
+    C mu = args.mean ? static_cast<C>(total / static_cast<double>(n)) : C(0);
+    const auto centred = [&]<typename V>(int64_t i) { return load<V>(x + i) - V(mu); };
+    double squares = sum_lanes<C>(n, [&]<typename V>(int64_t i) {
+      const V d = centred.template operator()<V>(i);
       return d * d;
     });
+    // numbers far from 0, nearly equal or equal: the rounded mean of a number is not that number,
+    // so what is left of it is taken off (LN.2)
+    if (args.mean && kFar * kFar * squares < static_cast<double>(n) * mu * mu) {
+      const double left = sum_lanes<C>(n, centred);
+      squares = std::max(squares - left * left / static_cast<double>(n), 0.0);
+      mu = static_cast<C>(mu + left / static_cast<double>(n));
+    }
+    if (args.mean) static_cast<C*>(args.mean)[m] = mu;
     const double divisor = static_cast<double>(args.unbiased ? n - 1 : n);
     const C rstd = static_cast<C>(1.0 / std::sqrt(squares / divisor + args.eps));
     static_cast<C*>(args.rstd)[m] = rstd;

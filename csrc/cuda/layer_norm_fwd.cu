@@ -50,6 +50,8 @@ constexpr Config pick(int n) {
 namespace tfm_kernels {
 namespace {
 
+constexpr float kFar = 256.0f;  // standard deviations from 0, from where on the mean is corrected
+
 // LN.1: z of row m in `values`, 0 beyond the row; as it was stored where it is a sum.
 template <typename T, int packs>
 __device__ void load_sum(const LayerNormFwd& args, int64_t m, const Place& place,
@@ -102,21 +104,40 @@ __global__ void __launch_bounds__(max_threads, blocks_each)
     float mean = 0.0f;
     if (args.mean) mean = group.sum(sum) / static_cast<float>(args.n);
 
-    float squares = 0.0f;
-    for (int start = 0; start < end; start += packs * distance) {
+    // what this thread holds of z from `start` on, less the mean
+    const auto centre = [&](int start) {
       const Place here = place(start);
       if (walks) load_again<T>(args, m, here, values);
-      squares += sum_terms<packs, kEach>([&](int k, int i) {
-        const float d = values[k][i] - mean;
-        return here.first + k * distance + i < args.n ? d * d : 0.0f;
+      fill(values, [&](int k, int i) {
+        return here.first + k * distance + i < args.n ? values[k][i] - mean : 0.0f;
       });
+    };
+    float squares = 0.0f;
+    for (int start = 0; start < end; start += packs * distance) {
+      centre(start);
+      squares += sum_terms<packs, kEach>([&](int k, int i) { return values[k][i] * values[k][i]; });
+    }
+    squares = group.sum(squares);
+    // numbers far from 0, nearly equal or equal: the rounded mean of a number is not that number,
+    // so what is left of it is taken off (LN.2)
+    if (args.mean && kFar * kFar * squares < static_cast<float>(args.n) * mean * mean) {
+      float left = 0.0f;
+      for (int start = 0; start < end; start += packs * distance) {
+        if (walks) centre(start);
+        left += sum_terms<packs, kEach>([&](int k, int i) { return values[k][i]; });
+      }
+      left = group.sum(left);
+      const float off = left / static_cast<float>(args.n), before = mean;
+      squares = fmaxf(squares - left * off, 0.0f);
+      mean += off;
+      if (!walks) fill(values, [&](int k, int i) { return values[k][i] + before - mean; });
     }
     const float divisor = static_cast<float>(args.unbiased ? args.n - 1 : args.n);
-    const float rstd = 1.0f / sqrtf(group.sum(squares) / divisor + args.eps);
+    const float rstd = 1.0f / sqrtf(squares / divisor + args.eps);
 
     for (int start = 0; start < end; start += packs * distance) {
       if (walks) load_again<T>(args, m, place(start), values);
-      fill(values, [&](int k, int i) { return (values[k][i] - mean) * rstd; });
+      fill(values, [&](int k, int i) { return (values[k][i] - (walks ? mean : 0.0f)) * rstd; });
       scale_and_store<T>(args, m, place(start), values);
     }
     if (group.rank() == 0) {

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
 import tfm_kernels as tfk
-from tests.layer_norm_semantics import assert_sum_need_not_be_kept
+from tests.layer_norm_semantics import assert_constant_row_gives_the_bias, assert_sum_need_not_be_kept
 from tests.threads import on_threads
 from tfm_kernels import dropout
 from tfm_kernels.ops.layer_norm import BWD, FWD, layer_norm_of_sum
@@ -156,9 +156,17 @@ def test_seed_comes_from_torchs_generator(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_constant_row_gives_the_bias(backend, dtype):
+    """Of 3.0, whose sums are exact."""
     bias = randn(16, dtype=dtype)
     y = tfk.ops.layer_norm(torch.full((2, 16), 3.0, dtype=dtype), torch.ones(16, dtype=dtype), bias, backend=backend)
     assert torch.equal(y, bias.expand(2, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [16, 100, 768, 1031])
+def test_any_constant_row_gives_the_bias(dtype, width):
+    """Which F.layer_norm's rounded mean does not: 0.01 off at 1000.1."""
+    assert_constant_row_gives_the_bias("cpu", dtype, width)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _launch
-from ._tile import keep_tile, load_columns, load_row_numbers, load_tile, store_tile
+from ._tile import inside, keep_tile, load_columns, load_row_numbers, load_tile, store_tile
 
 MAX_FEATURES = 65536
 # As in layer_norm_fwd: compilations for one combination of storage types and of optional arguments, all shapes:
@@ -88,6 +88,17 @@ def load_statistics(mean_ptr, rstd_ptr, offs_m, M, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def load_xhat(
+    z_ptr, mean, rstd, offs_m, first, M, N, z_stride_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_M, BLOCK_N) float32 of (z - mean) rstd; 0 in columns that do not exist, also where mean rstd is inf."""
+    z = load_tile(z_ptr, offs_m, first, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
+    there = inside(first + tl.arange(0, BLOCK_N), N, ALIGNED)[None, :]
+    return tl.where(there, (z - mean) * rstd, 0.0)
+
+
+@triton.jit
 def store_gradients(
     dz, dz_ptr, dx_ptr, dresidual_ptr, seed_ptr, rows_ptr, offs_m, first, M, N, dz_stride_m, scale, last_dropped,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
@@ -119,9 +130,7 @@ def layer_norm_bwd_kernel(
         offs_m = (tl.zeros((BLOCK_M,), tl.int64) + group) * BLOCK_M + tl.arange(0, BLOCK_M)
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, offs_m, M, BLOCK_M)
         g = load_tile(dy_ptr, offs_m, 0, M, N, dy_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-        xhat = load_tile(z_ptr, offs_m, 0, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-        # outside the row g is 0, so xhat counts nowhere
-        xhat = (xhat - mean) * rstd
+        xhat = load_xhat(z_ptr, mean, rstd, offs_m, 0, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
         if dweight_ptr is not None:
             dweight += g * xhat
         if dbias_ptr is not None:
@@ -161,8 +170,7 @@ def layer_norm_bwd_walk_kernel(
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for first in range(0, N, BLOCK_N):
             g = load_tile(dy_ptr, offs_m, first, M, N, dy_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-            xhat = load_tile(z_ptr, offs_m, first, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-            xhat = (xhat - mean) * rstd
+            xhat = load_xhat(z_ptr, mean, rstd, offs_m, first, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
             if dweight_ptr is not None:
                 before = load_tile(dweight_ptr, offs_p, first, programs, N, N, BLOCK_M, BLOCK_N, ALIGNED)
                 store_tile(before + g * xhat, dweight_ptr, offs_p, first, programs, N, BLOCK_M, BLOCK_N, ALIGNED)
@@ -178,8 +186,7 @@ def layer_norm_bwd_walk_kernel(
         offset = (tl.sum(sums, 1) / N)[:, None]
         for first in range(0, N, BLOCK_N):
             g = load_tile(dy_ptr, offs_m, first, M, N, dy_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-            xhat = load_tile(z_ptr, offs_m, first, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-            xhat = (xhat - mean) * rstd
+            xhat = load_xhat(z_ptr, mean, rstd, offs_m, first, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
             if weight_ptr is not None:
                 g *= load_columns(weight_ptr, first, N, BLOCK_N, ALIGNED)
             store_gradients(

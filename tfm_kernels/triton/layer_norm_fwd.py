@@ -85,21 +85,33 @@ def centre(z, mean, first, N, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def row_mean(total, mean_ptr, offs_m, M, N, BLOCK_M: tl.constexpr):
-    """LN.2: the mean of each row, written; 0 for RMSNorm."""
+def row_mean(total, mean_ptr, N, BLOCK_M: tl.constexpr):
+    """The mean of each row but for what settle() finds left of it; 0 for RMSNorm."""
     mean = tl.zeros((BLOCK_M,), tl.float32)
     if mean_ptr is not None:
         mean = tl.div_rn(tl.sum(total, 1), mean + N)
-        tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
     return mean
+
+
+@triton.jit
+def settle(mean, left, mean_ptr, offs_m, M, N, BLOCK_M: tl.constexpr):
+    """LN.2: (mean, what was missing) of each row, the mean written.
+
+    The rounded mean of so many equal numbers is not that number: the mean of what is ``left`` of z - mean is added.
+    """
+    missing = tl.zeros((BLOCK_M,), tl.float32)
+    if mean_ptr is not None:
+        missing = tl.div_rn(tl.sum(left, 1), missing + N)
+        mean += missing
+        tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
+    return mean, missing
 
 
 @triton.jit
 def row_rstd(squares, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M: tl.constexpr):
     """LN.2: 1 / sqrt(variance + eps) of each row, written; all three steps rounded correctly, not approximated."""
     ones = tl.full((BLOCK_M,), 1.0, tl.float32)
-    variance = tl.div_rn(tl.sum(squares, 1), ones * divisor)
-    rstd = tl.div_rn(ones, tl.sqrt_rn(variance + eps))
+    rstd = tl.div_rn(ones, tl.sqrt_rn(tl.div_rn(squares, ones * divisor) + eps))
     tl.store(rstd_ptr + offs_m, rstd, mask=offs_m < M)
     return rstd
 
@@ -130,9 +142,10 @@ def layer_norm_fwd_kernel(
         x_ptr, residual_ptr, z_ptr, seed_ptr, rows_ptr, offs_m, 0, M, N, x_stride_m, residual_stride_m, scale,
         last_dropped, BLOCK_M, BLOCK_N, ALIGNED,
     )  # fmt: skip
-    mean = row_mean(z, mean_ptr, offs_m, M, N, BLOCK_M)
+    mean = row_mean(z, mean_ptr, N, BLOCK_M)
+    mean, _ = settle(mean, centre(z, mean, 0, N, BLOCK_N, ALIGNED), mean_ptr, offs_m, M, N, BLOCK_M)
     centred = centre(z, mean, 0, N, BLOCK_N, ALIGNED)
-    rstd = row_rstd(centred * centred, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
+    rstd = row_rstd(tl.sum(centred * centred, 1), rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
     normalize_tile(z, mean, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, 0, M, N, BLOCK_M, BLOCK_N, ALIGNED)
 
 
@@ -151,16 +164,22 @@ def layer_norm_fwd_walk_kernel(
                 x_ptr, residual_ptr, z_ptr, seed_ptr, rows_ptr, offs_m, first, M, N, x_stride_m, residual_stride_m,
                 scale, last_dropped, BLOCK_M, BLOCK_N, ALIGNED,
             )  # fmt: skip
-    mean = row_mean(total, mean_ptr, offs_m, M, N, BLOCK_M)
+    mean = row_mean(total, mean_ptr, N, BLOCK_M)
     if residual_ptr is not None:
         tl.debug_barrier()  # other threads may read z back than those that wrote it
         x_ptr = z_ptr
         x_stride_m = N.to(tl.int64)
+    left = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, N, BLOCK_N):
         z = load_tile(x_ptr, offs_m, first, M, N, x_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
         centred = centre(z, mean, first, N, BLOCK_N, ALIGNED)
+        left += centred
         squares += centred * centred
+    squares = tl.sum(squares, 1)
+    mean, missing = settle(mean, left, mean_ptr, offs_m, M, N, BLOCK_M)
+    squares -= N * missing * missing
+    squares = tl.where(squares < 0.0, 0.0, squares)  # a maximum would drop NaN
     rstd = row_rstd(squares, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
     for first in range(0, N, BLOCK_N):
         z = load_tile(x_ptr, offs_m, first, M, N, x_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
