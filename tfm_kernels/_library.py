@@ -119,7 +119,6 @@ def _launch_triton(name: str) -> Callable[..., Any]:
     return launch
 
 
-@torch.compiler.assume_constant_result
 def triton_interprets() -> bool:
     """Whether Triton was told (TRITON_INTERPRET=1) to interpret its kernels, which then take CPU tensors."""
     if find_spec("triton") is None:
@@ -127,6 +126,10 @@ def triton_interprets() -> bool:
     import triton
 
     return triton.knobs.runtime.interpret
+
+
+# What torch.compiler.assume_constant_result does, which would import torch's compiler and, with it, Triton: 2 s.
+triton_interprets._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _why_missing(name: str, backend: str) -> str | None:
