@@ -16,11 +16,12 @@ from tfm_kernels import _backend, _library
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tfm_kernels"
-LEAVES = {"mask", "dropout", "_backend", "_library", "_check", "_measured"}
+LEAVES = {"mask", "dropout", "_autocast", "_backend", "_library", "_check", "_measured"}
 # room -> the rooms it may import from (besides itself); a file directly in the package is a room of its own
 ALLOWED = {
     "mask": set(),
     "dropout": set(),
+    "_autocast": set(),
     "_backend": {"_measured"},
     "_measured": {"_version"},
     "_version": set(),
@@ -28,7 +29,7 @@ ALLOWED = {
     "_library": set(),
     "_check": {"dropout"},
     "reference": {"mask", "dropout"},
-    "aten": {"mask", "dropout", "_library"},
+    "aten": {"mask", "dropout", "_autocast"},
     "triton": {"dropout"},  # ops reach it by name alone, through _library, when a kernel is called
     "ops": LEAVES | {"reference", "aten"},
     "nn": LEAVES | {"ops"},

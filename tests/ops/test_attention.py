@@ -293,6 +293,22 @@ def test_scaled_dot_product_attention_is_torchs(backend):
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(*flat))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scaled_dot_product_attention_follows_autocast_as_torchs(backend):
+    q, k, v = (t.detach() for t in qkv(heads=4, key_heads=4))
+    mixed = {"query": q.bfloat16(), "key": k, "value": v, "attn_mask": randn(5, 7, dtype=torch.float16)}
+    for given in ({"query": q, "key": k, "value": v, "is_causal": True}, mixed):
+        with torch.autocast("cpu", torch.bfloat16):
+            ours = tfk.ops.scaled_dot_product_attention(**given, backend=backend)
+            theirs = F.scaled_dot_product_attention(**given)
+            assert f"{backend:10}can" in tfk.explain("scaled_dot_product_attention", **given)
+        assert ours.dtype == theirs.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=2.0**-7)
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = [t.double() for t in (q, k, v)]
+        assert tfk.ops.scaled_dot_product_attention(*exact, backend=backend).dtype == torch.float64
+
+
 @pytest.mark.parametrize("average", [False, True])
 def test_attention_weights_are_exact(average):
     q, k, v = qkv(dtype=torch.float64)
@@ -304,6 +320,14 @@ def test_attention_weights_are_exact(average):
     torch.testing.assert_close(weights, expected.mean(1) if average else expected)
     some = tfk.ops.attention_weights(q, k, lse, mask, rows=torch.tensor([1, 4]), heads=torch.tensor([2]))
     torch.testing.assert_close(some, expected[:, [2]][:, :, [1, 4]])
+
+
+def test_weights_under_autocast_are_as_exact():
+    q, k, v = qkv()
+    _, lse = tfk.ops.attention(q, k, v, return_lse=True, backend="cpu")
+    weights = tfk.ops.attention_weights(q, k, lse)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tfk.ops.attention_weights(q, k, lse), weights)
 
 
 def test_double_backward():

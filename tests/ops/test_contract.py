@@ -92,10 +92,45 @@ def small_inputs(op, device, dtype=torch.float32):
             "b2": new(20),
             "gate": new(33, 20),
         }
+    if op == "linear":
+        return {"x": new(9, 20), "weight": new(33, 20), "bias": new(33)}
     inputs = {"x": new(9, 36), "weight": new(36)}
     if op.startswith("add"):
         inputs["residual"] = new(9, 36)
     return inputs
+
+
+def outputs_and_gradients(op, inputs, autocast, backend, function=None):
+    """What the op gives, and the gradients of what can have one; linear's kernel has none."""
+    names = [name for name, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    names = [] if (op, backend) == ("linear", "cpu") else names
+    leaves = {name: inputs[name].detach().clone().requires_grad_() for name in names}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = (function or getattr(ops, op))(**(inputs | leaves), backend=backend)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if names:
+        outputs += torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(out) for out in outputs])
+    return outputs
+
+
+@pytest.mark.parametrize("op", [*OPS, "linear"])
+@pytest.mark.parametrize("backend", ["reference", "aten", "cpu", None])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_autocast_casts_no_op(op, backend, dtype):
+    """An op has the dtype of its tensors; the modules of nn cast them before."""
+    plain, cast = (
+        outputs_and_gradients(op, small_inputs(op, "cpu", dtype), autocast, backend) for autocast in (False, True)
+    )
+    assert all(torch.equal(a, b) and a.dtype == b.dtype == dtype for a, b in zip(plain, cast, strict=True))
+
+
+@pytest.mark.parametrize("op", [op for op in (*OPS, "linear") if op != "attention_varlen"])  # aten's cannot be compiled
+def test_autocast_casts_no_compiled_op(op):
+    compiled = torch.compile(getattr(ops, op), fullgraph=True, backend="eager")
+    inputs = small_inputs(op, "cpu")
+    plain = outputs_and_gradients(op, inputs, False, "aten")
+    cast = outputs_and_gradients(op, inputs, True, "aten", compiled)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(plain, cast, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

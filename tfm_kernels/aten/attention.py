@@ -11,14 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._autocast import beyond_autocast
 from ..mask import Band, Mask
 
 
+@beyond_autocast
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """out of a dense call without mask and bias; a scale of None is 1 / sqrt(D)."""
     return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
+@beyond_autocast
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Tensor | None, scale: float | None) -> Tensor:
     """out of a dense call; a scale of None is 1 / sqrt(D)."""
     if bias is None and not mask.hides():
@@ -45,6 +48,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Tensor | None, 
     return out.masked_fill(~sees, 0.0)
 
 
+@beyond_autocast
 def attention_varlen(
     query: Tensor,  # (total_q, Hq, D)
     key: Tensor,  # (total_k, Hk, D)

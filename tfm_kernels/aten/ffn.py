@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import dropout
+from .._autocast import beyond_autocast
 
 _ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -20,6 +21,7 @@ _ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@beyond_autocast
 def ffn(
     x: Tensor,
     w1: Tensor,

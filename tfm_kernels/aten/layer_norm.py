@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dropout
+from .._autocast import beyond_autocast
 
 
+@beyond_autocast
 def norm(z: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, rms: bool = False) -> Tensor:
     """F.layer_norm or F.rms_norm over the last dimension, in the dtype of ``z``.
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._autocast import beyond_autocast
 
+
+@beyond_autocast
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(..., K) -> (..., N); the arguments are those of ops.linear, already checked."""
     return F.linear(x, weight, bias)

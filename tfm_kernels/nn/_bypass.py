@@ -6,9 +6,6 @@ or whose weights are no ordinary tensors, is called.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
@@ -47,18 +44,3 @@ def dropout_p(child: nn.Module) -> float | None:
         assert isinstance(child, nn.Dropout)
         return child.p if child.training else 0.0
     return 0.0 if plain(child, nn.Identity) else None
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that torch.autocast gives to linear and attention on ``device``, None where it is off."""
-    kind = device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-def autocast(tensor: Any, dtype: torch.dtype | None) -> Any:
-    """``tensor`` as autocast would pass it to an operation in ``dtype``: float64 and None stay as they are."""
-    if dtype is None or tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(dtype)

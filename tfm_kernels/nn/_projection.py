@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _backend, ops
-from ._bypass import autocast_dtype, ordinary, plain
+from .._autocast import autocast_dtype
+from ._bypass import ordinary, plain
 
 
 def project(x: Tensor, weight: Any, bias: Any) -> Tensor:

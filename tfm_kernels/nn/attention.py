@@ -7,7 +7,6 @@ isinstance checks in other people's code stay torch's. Nothing of torch's infere
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _check, ops
+from .._autocast import autocast_dtype
 from ..mask import Mask
 from ..ops.attention_step import attention_step
 from . import _arguments
-from ._bypass import autocast_dtype, ordinary, plain
+from ._bypass import ordinary, plain
 from ._projection import project, through
 from .attention_weights import with_weights
 from .cache import AttentionCache, Step
@@ -133,15 +133,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         sizes = q.shape[0], self.num_heads, q.shape[2], k.shape[2] - extra
         mask, bias = masks(_NAME, attn_mask, key_padding_mask, is_causal, sizes, q, extra)
         p = self.dropout if self.training else 0.0
-        with _exact(q.device):  # what autocast had to cast, the projections have cast
-            if need_weights:
-                out, weights = with_weights(q, k, v, mask, bias, p, average_attn_weights, self.backend)
-                if autocast_dtype(q.device) is not None and q.device.type != "cpu":
-                    weights = weights.float()  # as the softmax of torch's autocast
-            else:
-                attended = ops.attention(q, k, v, mask, bias=bias, dropout_p=p, backend=self.backend)
-                assert isinstance(attended, Tensor)
-                out, weights = attended, None
+        if need_weights:
+            out, weights = with_weights(q, k, v, mask, bias, p, average_attn_weights, self.backend)
+            if autocast_dtype(q.device) is not None and q.device.type != "cpu":
+                weights = weights.float()  # as the softmax of torch's autocast
+        else:
+            attended = ops.attention(q, k, v, mask, bias=bias, dropout_p=p, backend=self.backend)
+            assert isinstance(attended, Tensor)
+            out, weights = attended, None
         out = out.transpose(1, 2) if seq_axis == 1 else out.permute(2, 0, 1, 3)
         out = self.out_proj(out.flatten(-2))
         if batched:
@@ -157,8 +156,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             if y is not None:
                 return y
         q, k, v, mask = cache.attended(self, query, memory)
-        with _exact(q.device):
-            out: Any = ops.attention(q, k, v, mask, backend=self.backend)
+        out: Any = ops.attention(q, k, v, mask, backend=self.backend)
         return through(self.out_proj, out.transpose(1, 2).reshape(query.shape))
 
     def _step(self, query: Tensor, step: Step | None) -> Tensor | None:
@@ -360,10 +358,3 @@ def causal_hint(mask: Tensor | Mask | None, is_causal: bool | None) -> bool:
     if mask.dtype == torch.bool:
         return torch.equal(mask, future)
     return mask.is_floating_point() and torch.equal(mask, torch.zeros_like(mask).masked_fill(future, -torch.inf))
-
-
-def _exact(device: torch.device) -> Any:
-    """A context in which float32 stays float32."""
-    if autocast_dtype(device) is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _backend, dropout, ops
+from .._autocast import beyond_autocast
 from ..mask import Mask
 
 
@@ -36,6 +37,7 @@ def with_weights(
     return out, ops.attention_weights(q, k, lse, mask, **options, average=average)
 
 
+@beyond_autocast
 def _composed(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, dropout_p: float, seed: Tensor | None,
     average: bool,

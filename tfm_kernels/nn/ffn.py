@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _check, ops
+from .._autocast import autocast, autocast_dtype
 from . import _arguments
-from ._bypass import autocast, autocast_dtype, dropout_p, plain, plain_linear
+from ._bypass import dropout_p, plain, plain_linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import _check, ops
+from .._autocast import autocast_dtype
 from ..ops.layer_norm import layer_norm_of_sum
 from . import _arguments
-from ._bypass import autocast_dtype, dropout_p, ordinary, plain
+from ._bypass import dropout_p, ordinary, plain
 
 
 class LayerNorm(nn.LayerNorm):

@@ -1,4 +1,8 @@
-"""The fused operations as functions. Every function takes ``backend=`` and explains itself through ``explain()``."""
+"""The fused operations as functions. Every function takes ``backend=`` and explains itself through ``explain()``.
+
+torch.autocast changes nothing in them, whatever the backend: results have the dtype of the tensors. The modules of nn
+follow it, by casting before they call, and so does ``scaled_dot_product_attention``, in torch's place.
+"""
 
 from .attention import attention as attention
 from .attention_varlen import attention_varlen as attention_varlen

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import _check, dropout
+from .._autocast import beyond_autocast
 from ..mask import Mask
 from .attention_call import check_bias, check_heads, check_rest, check_scale, mask_and_bias, on_host
 
 _NAME = "attention_weights"
+_product = beyond_autocast(torch.matmul)
 
 
 def attention_weights(
@@ -101,7 +103,7 @@ def attention_weights(
     group = all_heads // key.shape[1] if key.shape[1] else 1
     k = key.to(statistics).repeat_interleave(group, dim=1).masked_fill(~seen, 0.0)
     k = k if h is None else k.index_select(1, h)
-    x = (shown(query).to(statistics).masked_fill(~sees, 0.0) @ k.transpose(-1, -2)) * scale  # A.1
+    x = _product(shown(query).to(statistics).masked_fill(~sees, 0.0), k.transpose(-1, -2)) * scale  # A.1
     if bias is not None:
         x = x + shown(bias.masked_fill(bias == -torch.inf, 0.0)).to(statistics)
     shift = shown(lse.detach().unsqueeze(-1)).masked_fill(~sees, 0.0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _check
+from .._autocast import autocast, autocast_dtype
 from .._backend import Op, register, select
 from ..mask import Mask
 from .attention import PREFER, REMARKS, SUPPORT, run, stand_in
@@ -40,6 +41,8 @@ def describe(
         if not isinstance(flag, bool):
             raise TypeError(f"{_NAME}: {name} must be True or False, got {type(flag).__name__}")
     _check.tensor(_NAME, "attn_mask", attn_mask, optional=True)
+    dtype = autocast_dtype(query.device)
+    query, key, value, attn_mask = (autocast(t, dtype) for t in (query, key, value, attn_mask))
     if attn_mask is not None:
         check_device(_NAME, "attn_mask", attn_mask, query)
         if attn_mask.dtype not in (torch.bool, query.dtype, torch.float32):
@@ -143,7 +146,8 @@ def scaled_dot_product_attention(
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
 
     Returns:
-        (..., Hq, Tq, Dv), dtype and device of ``query``.
+        (..., Hq, Tq, Dv), dtype and device of ``query``; under torch.autocast its dtype, to which, as for torch's own,
+        all that is not float64 is cast.
 
     Raises:
         TypeError, ValueError: an argument is wrong (the message names it, what was expected and what it is).

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..nn._bypass import autocast, autocast_dtype
+from .._autocast import autocast, autocast_dtype
 from ..nn.ffn import activation_name
 from ..ops.layer_norm import layer_norm_of_sum
 from . import guard
