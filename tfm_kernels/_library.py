@@ -395,8 +395,7 @@ def _refuse_double_backward(operator: Any) -> None:
 
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            f"{op}: the {backend} backend is differentiable once; use backend='reference' or 'aten' for a double "
-            "backward"
+            f"{op}: the {backend} backend is differentiable once; use backend='reference' for a double backward"
         )
 
     torch.library.register_autograd(operator._schema.name, refuse, lib=_library)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import gradgradcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tfm_kernels as tfk
 from tests.threads import on_threads
@@ -332,11 +333,33 @@ def test_weights_under_autocast_are_as_exact():
 
 def test_double_backward():
     q, k, v = qkv(batch=1, heads=1, key_heads=1, queries=2, keys=3, width=2, value_width=2, dtype=torch.float64)
-    assert gradgradcheck(lambda *a: tfk.ops.attention(*a, backend="reference"), (q, k, v))
-    out = tfk.ops.attention(q, k, v, backend="cpu")
-    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="attention: the cpu backend is differentiable once"):
-        dq.sum().backward()
+    ends = torch.tensor([0, 2]), torch.tensor([0, 3])
+
+    def attention_varlen(q, k, v, backend):
+        packed = (t[0].transpose(0, 1) for t in (q, k, v))
+        return tfk.ops.attention_varlen(*packed, *ends, 2, 3, backend=backend)
+
+    for function in (tfk.ops.attention, tfk.ops.scaled_dot_product_attention, attention_varlen):
+        assert gradgradcheck(lambda *a, f=function: f(*a, backend="reference"), (q, k, v))
+        with sdpa_kernel(SDPBackend.MATH):  # the only one of torch's that can
+            assert gradgradcheck(lambda *a, f=function: f(*a, backend="aten"), (q, k, v))
+        once = "attention: the cpu backend is differentiable once; use backend='reference' for a double backward$"
+        for backend, refusal in (("cpu", once), ("aten", "_backward is not implemented")):
+            out = function(q, k, v, backend=backend)
+            (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+            with pytest.raises(RuntimeError, match=refusal):
+                dq.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", [None, Mask.causal(), Mask.window(2, 1), torch.eye(5, 7) > 0])
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_torch_jit_traces_it(backend, mask, key_heads):
+    q, k, v = (t.detach() for t in qkv(key_heads=key_heads))
+    call = lambda q, k, v: tfk.ops.attention(q, k, v, mask, backend=backend)
+    traced = torch.jit.trace(call, (q, k, v))
+    assert torch.equal(traced(2 * q, k, v), call(2 * q, k, v))
 
 
 def test_repeatable_on_any_number_of_threads():

@@ -294,12 +294,16 @@ def test_gradcheck_through_the_registered_operator():
 
 def test_double_backward():
     x = randn(2, 4, dtype=torch.float64).requires_grad_()
-    assert gradgradcheck(lambda x: tfk.ops.layer_norm(x, backend="reference"), (x,))
-    assert gradgradcheck(lambda x: tfk.ops.layer_norm(x, backend="aten"), (x,))
-    y = tfk.ops.layer_norm(x, backend="cpu")
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="layer_norm: the cpu backend is differentiable once"):
-        dx.sum().backward()
+    weight = randn(4, dtype=torch.float64, seed=1).requires_grad_()
+    for name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"):
+        sums = (x.detach().flip(0),) if name.startswith("add") else ()
+        call = lambda x, w, backend, name=name, sums=sums: getattr(tfk.ops, name)(x, *sums, weight=w, backend=backend)
+        for backend in ("reference", "aten"):
+            assert gradgradcheck(lambda *a, f=call, b=backend: f(*a, b), (x, weight))
+        y = call(x, weight, "cpu")
+        (dx,) = torch.autograd.grad((y[0] if sums else y).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="layer_norm: the cpu backend is differentiable once"):
+            dx.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

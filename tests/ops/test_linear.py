@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import gradgradcheck
 
 import tfm_kernels as tfk
 from tests.threads import on_threads
@@ -103,6 +104,12 @@ def test_gradients_are_refused_by_name_and_left_to_pytorch_otherwise():
     torch.testing.assert_close(given["weight"].grad, given["x"].sum(0).expand(40, 24))
     with torch.no_grad():
         assert "-> cpu" in tfk.explain("linear", **given)
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_double_backward(backend):
+    given = tuple(t.requires_grad_() for t in layer(3, 2, 4, torch.float64).values())
+    assert gradgradcheck(lambda *t: tfk.ops.linear(*t, backend=backend), given)
 
 
 MANY = {_library.XEON: 64, _library.ZEN3: 384, _library.ZEN4: 384}  # rows of float32

@@ -18,7 +18,7 @@ from ..mask import Band, Mask
 @beyond_autocast
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """out of a dense call without mask and bias; a scale of None is 1 / sqrt(D)."""
-    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return _attend(q, k, v, scale)
 
 
 @beyond_autocast
@@ -31,10 +31,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Tensor | None, 
     if mask.key_lengths is None and mask.keep_matrix is None and bias is None:
         band = mask.band(queries, keys)
         if band.high >= keys and band.low <= -queries:
-            return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=heads != key_heads)
+            return _attend(q, k, v, scale)
         if band == Band(high=0):  # keys behind the last query are seen by none: leave them out
             k, v = k[:, :, :queries], v[:, :, :queries]
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != key_heads)
+            return _attend(q, k, v, scale, is_causal=True)
     visible = _visible(mask, bias, queries, keys, q.device)
     seen = visible.any(-2).unsqueeze(-1)  # (B or 1, Hq or 1, Tk or 1, 1)
     sees = visible.any(-1, keepdim=True)  # (B or 1, Hq or 1, Tq or 1, 1)
@@ -42,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Tensor | None, 
         k, v = (t.repeat_interleave(heads // key_heads, dim=1) for t in (k, v))
     q, k, v = q.masked_fill(~sees, 0.0), k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
     added = visible if bias is None else bias.masked_fill(~visible, -torch.inf)
-    out = F.scaled_dot_product_attention(q, k, v, added, scale=scale, enable_gqa=heads != k.shape[1])
+    out = _attend(q, k, v, scale, added)
     if bias is not None and 0 in (batch, queries, keys):  # PyTorch leaves bias without a gradient: it is 0
         out = out + bias[..., :0].sum()
     return out.masked_fill(~sees, 0.0)
@@ -66,6 +66,13 @@ def attention_varlen(
         if i1 > i0:
             parts.append(attention(q[:, :, i0:i1], k[:, :, j0:j1], v[:, :, j0:j1], mask, None, scale))
     return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, added: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    grouped = bool(q.shape[1] != k.shape[1])  # sizes are tensors while torch.jit traces
+    return F.scaled_dot_product_attention(q, k, v, added, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
 def _visible(mask: Mask, bias: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:

@@ -295,7 +295,8 @@ def attention(
 
     Numerics: scores, softmax and sums in float32 (float64 for float64); one rounding, at the store. A row that sees no
         key gives 0, lse -inf and gradients 0. NaN in a key that no query may see reaches nothing. Deterministic.
-        Differentiable once in query, key, value, bias; twice on reference and aten.
+        Differentiable once in query, key, value, bias; twice on reference, and on aten within
+        torch.nn.attention.sdpa_kernel(SDPBackend.MATH).
     Cost: 4 B Hq Tq Tk D operations forward and 10 backward, hidden tiles left out; extra memory O(T).
     Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; Dao 2023, arXiv:2307.08691, algorithms 1 and 2.
 
