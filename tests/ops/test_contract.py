@@ -139,6 +139,15 @@ def test_views_give_the_bits_of_contiguous_tensors(op, dtype, kernel, device):
     invariance.assert_view_equals_contiguous(op, small_inputs(op, device, dtype), kernel)
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "ffn", "attention_varlen"])
+@pytest.mark.parametrize("backend", ["reference", "aten", "cpu"])
+def test_results_are_contiguous_whatever_the_strides(op, backend):
+    inputs = small_inputs(op, "cpu")
+    name, tensor = next(iter(inputs.items()))
+    for strided in (tensor, tensor.transpose(0, 1).contiguous().transpose(0, 1)):
+        assert getattr(ops, op)(**inputs | {name: strided}, backend=backend).is_contiguous()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padding_is_not_read(dtype, kernel, device):
     lengths = torch.tensor([70, 33, 0], device=device)

@@ -58,14 +58,14 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     scale: float,
 ) -> Tensor:
-    """out of a packed call: one dense call per segment."""
+    """out of a packed call, contiguous: one dense call per segment."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     parts = [q[:, :, :0] @ k[:, :1, :0].transpose(-1, -2) @ v[:, :1, :0]]  # no row; keeps an empty call differentiable
     for i0, i1, j0, j1 in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
         if i1 > i0:
             parts.append(attention(q[:, :, i0:i1], k[:, :, j0:j1], v[:, :, j0:j1], mask, None, scale))
-    return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+    return torch.cat([part.squeeze(0).transpose(0, 1) for part in parts])
 
 
 def _attend(

@@ -286,8 +286,9 @@ def attention(
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
 
     Returns:
-        (B, Hq, Tq, Dv), dtype and device of ``query``; a transposed view of contiguous (B, Tq, Hq, Dv). With
-        ``return_lse`` also lse (B, Hq, Tq), float32 (float64 for float64), differentiable.
+        (B, Hq, Tq, Dv), dtype and device of ``query``; a transposed view of contiguous (B, Tq, Hq, Dv), on aten as
+        PyTorch's kernel lays it. With ``return_lse`` also lse (B, Hq, Tq), float32 (float64 for float64),
+        differentiable.
 
     Raises:
         TypeError, ValueError: an argument is wrong (the message names it, what was expected and what it is).

@@ -22,7 +22,7 @@ def norm(
         unbiased: divide the sum of squares by N - 1 instead of N.
 
     Returns:
-        (..., N), dtype of ``z``. Differentiable, also twice.
+        (..., N), dtype of ``z``, contiguous. Differentiable, also twice.
     """
     wide = z.double()
     if rms:
@@ -36,7 +36,7 @@ def norm(
         y = y * weight.double()
     if bias is not None:
         y = y + bias.double()
-    return y.to(z.dtype)
+    return y.to(z.dtype).contiguous()
 
 
 def add(x: Tensor, residual: Tensor, dropout_p: float, seed: Tensor | None, rows: Tensor | None) -> Tensor:
