@@ -102,8 +102,12 @@ def test_explain_lists_every_backend_and_the_choice(x):
         assert backend in text
     assert "aten      cannot: PyTorch's layer_norm has no N - 1 variance" in text
     assert text.splitlines()[-1].startswith("  -> ")
-    with pytest.raises(ValueError, match="explain: op must be one of .*layer_norm"):
-        tfk.explain("layernorm", x)
+    for name in ("layernorm", "attention_weights"):  # the latter has no backends to choose from
+        words = f"explain: op must be one of .*layer_norm.*, the functions that take backend=, got '{name}'"
+        with pytest.raises(ValueError, match=words):
+            tfk.explain(name, x)
+    with tfk.use_backend("triton"), pytest.raises(tfk.BackendError, match="cannot run this call"):
+        tfk.explain("layer_norm", x)
     with pytest.raises(ValueError, match="layer_norm: weight must have shape"):
         tfk.explain("layer_norm", x, torch.ones(3))
 

@@ -242,7 +242,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
     """Says for one call what each backend answers, and which one automatic choice would take.
 
     Args:
-        op: name of a function of ``tfm_kernels.ops``, such as "attention".
+        op: name of a function of ``tfm_kernels.ops`` that takes ``backend=``, such as "attention".
         *args: the arguments of the call, as they would be passed to the function.
         **kwargs: its keyword arguments.
 
@@ -250,13 +250,17 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
         One line a backend and one for the choice. Nothing is computed.
 
     Raises:
-        ValueError: no op has this name, or the call's arguments are wrong (the same sentence as the call's own).
+        ValueError: no such function has this name, or an argument is wrong (the same sentence as the call's own).
+        TypeError: arguments are missing or unknown, or one is of a wrong kind.
+        BackendError: use_backend() asks for a backend that cannot run the call.
 
     Example:
         >>> print(explain("layer_norm", torch.randn(2, 8)))
     """
     if op not in OPS:
-        raise ValueError(f"explain: op must be one of {', '.join(sorted(OPS))}, got {op!r}")
+        raise ValueError(
+            f"explain: op must be one of {', '.join(sorted(OPS))}, the functions that take backend=, got {op!r}"
+        )
     entry = OPS[op]
     kwargs.pop("backend", None)
     call = described("explain", entry, args, kwargs)
