@@ -35,11 +35,12 @@ from . import record, timing
 PLAN = timing.Plan(seconds=12.0, least=5, most=60)
 SMALL = {"d_model": 128, "nhead": 4, "dim_feedforward": 512, "norm_first": True, "max_length": 512}
 MIDDLE = {"d_model": 256, "nhead": 4, "dim_feedforward": 1024, "norm_first": True, "max_length": 512}
+LAYERS = {"num_encoder_layers": 3, "num_decoder_layers": 3}
 # name -> (a model, (rows, source length, target length or 0)); the sizes are those of bench.tasks and of the paper
 TRAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     "translation 3+3 layers, 256 wide": (
         lambda: tfk.models.TranslationTransformer(
-            tfk.models.TranslationConfig(8000, 8000, 3, 3, share_embeddings=True, **MIDDLE)
+            tfk.models.TranslationConfig(8000, 8000, share_embeddings=True, **LAYERS, **MIDDLE)
         ),
         (64, 24, 24),
     ),
@@ -209,7 +210,7 @@ def decoded(name: str) -> dict[str, Callable[[], object]]:
     """One decoding by each implementation."""
     torch.manual_seed(0)
     sizes, new, dtype, uncached = DECODED[name]
-    model = tfk.models.TranslationTransformer(tfk.models.TranslationConfig(8000, 8000, 3, 3, **sizes)).eval()
+    model = tfk.models.TranslationTransformer(tfk.models.TranslationConfig(8000, 8000, **LAYERS, **sizes)).eval()
     source, theirs = tokens(8000, 32, 24), TorchModel(model)
     ours = lambda use_cache: tfk.generate(model, source, new, bos_id=1, use_cache=use_cache)  # noqa: E731
     by_hand = {"by hand": KeptByHand(theirs), "by hand, modules": InputsKeptByHand(theirs)}

@@ -47,7 +47,7 @@ def test_the_torch_model_computes_the_same(length, request):
 @pytest.mark.parametrize("decoder", [models.KeptByHand, models.InputsKeptByHand])
 def test_decoders_write_the_same_tokens(decoder):
     torch.manual_seed(0)
-    config = tfk.models.TranslationConfig(30, 30, 1, 1, **TINY)
+    config = tfk.models.TranslationConfig(30, 30, num_encoder_layers=1, num_decoder_layers=1, **TINY)
     model = tfk.models.TranslationTransformer(config).eval()
     source = models.tokens(30, 5, 9)
     by_hand = decoder(models.TorchModel(model))(source, 7)

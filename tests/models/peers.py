@@ -19,7 +19,7 @@ def small(kind, *, dtype=None, backend="cpu", **changes):
     build = {"dtype": dtype, "backend": backend}
     if kind == "translation":
         target = V if settings.get("share_embeddings") else VT
-        config = tfk.models.TranslationConfig(V, target, 2, 2, **settings)
+        config = tfk.models.TranslationConfig(V, target, num_encoder_layers=2, num_decoder_layers=2, **settings)
         model = tfk.models.TranslationTransformer(config, **build)
     elif kind == "classifier":
         model = tfk.models.TransformerClassifier(tfk.models.ClassifierConfig(V, 3, 2, **settings), **build)

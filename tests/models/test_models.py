@@ -179,7 +179,7 @@ def test_layers_do_not_share_weights():
 
 
 def test_start_is_xaviers():
-    model = tfk.models.TranslationTransformer(tfk.models.TranslationConfig(50, 60, 2, 2, d_model=64, nhead=4))
+    model = tfk.models.TranslationTransformer(tfk.models.TranslationConfig(50, 60, 64, 4, 2, 2))
     for name, parameter in model.transformer.named_parameters():
         if parameter.dim() > 1:
             bound = (6 / sum(parameter.shape)) ** 0.5
@@ -187,6 +187,22 @@ def test_start_is_xaviers():
     assert not model.output.bias.any()
     assert abs(model.embedding.tokens.weight[1:].std() - 64**-0.5) < 0.01
     assert not model.embedding.tokens.weight[0].any()
+
+
+def test_a_translations_sizes_by_position():
+    """Widths before depths; no other field goes by position, and all have the defaults of the other models."""
+    given = (100, 90, 64, 4, 3, 2, 128, 0.2, "gelu", True, 70, False, None)
+    names = "source_vocab target_vocab d_model nhead num_encoder_layers num_decoder_layers dim_feedforward dropout "
+    names += "activation norm_first max_length share_embeddings pad_id"
+    config = tfk.models.TranslationConfig(*given)
+    assert config == tfk.models.TranslationConfig(**dict(zip(names.split(), given, strict=True)))
+    assert tuple(getattr(config, name) for name in names.split()) == given
+    assert dataclasses.replace(config, bias=False, nhead=8).nhead == 8
+    with pytest.raises(TypeError, match="positional arguments"):
+        tfk.models.TranslationConfig(*given, True)
+    shared = dataclasses.asdict(tfk.models.CausalLanguageConfig(10))
+    found = dataclasses.asdict(tfk.models.TranslationConfig(10, 10))
+    assert {name: found[name] for name in shared.keys() & found.keys()}.items() <= shared.items()
 
 
 def test_defaults_are_the_papers():

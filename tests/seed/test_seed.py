@@ -158,7 +158,8 @@ def test_the_encoder_decoder_is_our_translation_model():
     seed, given = pre_norm()
     seed = seed.double()
     sizes = {"d_model": 32, "nhead": 4, "dim_feedforward": 48, "dropout": 0.0, "norm_first": True}
-    config = tfk.models.TranslationConfig(V, V, 2, 2, **sizes, layer_norm_eps=1e-12)
+    sizes |= {"num_encoder_layers": 2, "num_decoder_layers": 2}
+    config = tfk.models.TranslationConfig(V, V, **sizes, layer_norm_eps=1e-12)
     ours = tfk.models.TranslationTransformer(config, dtype=torch.float64).eval()
     for module in seed.modules():
         if isinstance(module, LayerNorm):

@@ -35,6 +35,41 @@ class TranslationConfig(StackConfig):
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
 
+    def __init__(
+        self,
+        source_vocab: int,
+        target_vocab: int,
+        d_model: int = StackConfig.d_model,
+        nhead: int = StackConfig.nhead,
+        num_encoder_layers: int = num_encoder_layers,
+        num_decoder_layers: int = num_decoder_layers,
+        dim_feedforward: int = StackConfig.dim_feedforward,
+        dropout: float = StackConfig.dropout,
+        activation: str = StackConfig.activation,
+        norm_first: bool = StackConfig.norm_first,
+        max_length: int = StackConfig.max_length,
+        share_embeddings: bool = StackConfig.share_embeddings,
+        pad_id: int | None = StackConfig.pad_id,
+        *,
+        final_norm: bool | None = StackConfig.final_norm,
+        layer_norm_eps: float = StackConfig.layer_norm_eps,
+        bias: bool = StackConfig.bias,
+        positions: str = StackConfig.positions,
+    ) -> None:
+        own = {
+            "source_vocab": source_vocab,
+            "target_vocab": target_vocab,
+            "num_encoder_layers": num_encoder_layers,
+            "num_decoder_layers": num_decoder_layers,
+        }
+        for name, value in own.items():
+            object.__setattr__(self, name, value)  # as a frozen dataclass sets its fields
+        super().__init__(
+            d_model=d_model, nhead=nhead, dim_feedforward=dim_feedforward, dropout=dropout, activation=activation,
+            norm_first=norm_first, final_norm=final_norm, layer_norm_eps=layer_norm_eps, bias=bias, positions=positions,
+            max_length=max_length, share_embeddings=share_embeddings, pad_id=pad_id,
+        )  # fmt: skip
+
     def __post_init__(self) -> None:
         """Refuses what no model can be built from."""
         super().__post_init__()
