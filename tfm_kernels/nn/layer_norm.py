@@ -22,7 +22,8 @@ from ._bypass import dropout_p, ordinary, plain
 class LayerNorm(nn.LayerNorm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimensions.
 
-    Drop-in for ``torch.nn.LayerNorm``: same arguments, same state_dict. Differences: none.
+    Drop-in for ``torch.nn.LayerNorm``: same arguments, same state_dict. Differences: bad arguments raise ValueError or
+    TypeError, and so do sizes below 1, no sizes at all, and an eps that is negative or not finite, which torch takes.
 
     Args:
         normalized_shape: int, list or tuple: the sizes of the dimensions to normalise.
@@ -72,7 +73,7 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.RMSNorm):
     """y = x / sqrt(mean(x**2) + eps) * weight over the last dimensions.
 
-    Drop-in for ``torch.nn.RMSNorm``: same arguments, same state_dict. Differences: none.
+    Drop-in for ``torch.nn.RMSNorm``: same arguments, same state_dict. Differences: as in ``LayerNorm``.
 
     Args:
         normalized_shape: int, list or tuple: the sizes of the dimensions to normalise.

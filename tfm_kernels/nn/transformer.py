@@ -94,7 +94,8 @@ class TransformerEncoder(nn.TransformerEncoder):
 class TransformerDecoder(nn.TransformerDecoder):
     """x = norm(layer_n(... layer_1(x, memory) ..., memory)), the layers being copies of one.
 
-    Drop-in for ``torch.nn.TransformerDecoder``: same arguments, same state_dict. Differences: none.
+    Drop-in for ``torch.nn.TransformerDecoder``: same arguments, same state_dict. Differences: bad arguments raise
+    ValueError or TypeError, and so does a negative ``num_layers``, which torch takes.
 
     Args:
         decoder_layer: copied ``num_layers`` times; any module with the signature of a TransformerDecoderLayer.
