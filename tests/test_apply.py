@@ -241,3 +241,29 @@ def test_compiled_autograd_reads_the_node():
 def test_numbers_of_other_types_are_still_numbers():
     x = draw(3, 8)
     assert torch.equal(ops.layer_norm(x, eps=1, backend="cpu"), ops.layer_norm(x, eps=1.0, backend="cpu"))
+
+
+def _one_tensor_twice():
+    """(call, its tensors): what self-attention, tied weights and residuals of their own norm pass."""
+    ends = torch.tensor([0, 5, 20], dtype=torch.int32)
+    return {
+        "attention": (lambda x: ops.attention(x, x, x, backend="cpu"), [torch.randn(2, 4, 16, 8)]),
+        "attention_varlen": (
+            lambda x: ops.attention_varlen(x, x, x, ends, ends, 15, 15, backend="cpu"), [torch.randn(20, 4, 8)]
+        ),
+        "add_layer_norm": (lambda x: ops.add_layer_norm(x, x, backend="cpu")[0], [torch.randn(6, 16)]),
+        "ffn": (
+            lambda x, w: ops.ffn(x, w, None, w, None, backend="cpu"), [torch.randn(6, 16), torch.randn(16, 16)]
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("op", _one_tensor_twice())
+def test_compiled_calls_take_one_tensor_for_two_arguments(op):
+    call, inputs = _one_tensor_twice()[op]
+    leaves = [t.requires_grad_() for t in inputs]
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out = function(*leaves)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(*found)  # three gradients of one tensor are summed in another order

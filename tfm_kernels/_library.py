@@ -338,17 +338,27 @@ def differentiate(
             plans[backend] = rule.known_to_apply(operator._schema.name, bwd._schema.name)
 
     def apply(backend: str, *arguments: Any) -> tuple:
-        if backend in plans and not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if backend in plans and not compiling:
             outputs = cpu_extension.apply(plans[backend], *arguments)  # type: ignore[union-attr]
             if outputs is not NotImplemented:
                 return outputs
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                    return Fused.apply(backend, *arguments)
+                    return Fused.apply(backend, *(_distinct(arguments) if compiling else arguments))
         return below_autograd(forward[backend], *arguments)
 
     return apply
+
+
+def _distinct(arguments: Sequence[Any]) -> list:
+    """The arguments, a tensor that comes again as a view of itself: compiled code takes none twice."""
+    found: list[Any] = []
+    for argument in arguments:
+        again = isinstance(argument, torch.Tensor) and any(argument is other for other in found)
+        found.append(argument.view_as(argument) if again else argument)
+    return found
 
 
 def below_autograd(operator: Any, *arguments: Any) -> Any:
