@@ -78,6 +78,25 @@ def test_packed_dropout_is_the_padded_one(family):
     compare(got[True], got[False], 1e-10)
 
 
+@pytest.mark.parametrize("name", ["BertForQuestionAnswering", "DistilBertForQuestionAnswering"])
+def test_a_head_that_reads_padding_is_given_what_it_had(name):
+    """Start and end are a softmax over all positions: zeros in place of padding would change loss and gradients."""
+    cls = getattr(transformers(), name)
+    body = distilbert() if name.startswith("Distil") else bert()
+    model, (ids, mask) = cls(body.config).eval(), batch()
+    spans = torch.tensor([1, 2, 0])
+
+    def run(m):
+        return m(input_ids=ids, attention_mask=mask, start_positions=spans, end_positions=spans + 1).loss
+
+    assert_same_results(model, run)
+    with tfk.patch(nn.ModuleList([model]), backend="reference") as report:
+        notes = {entry.kind: entry.note for entry in report.kept}
+        stack = notes["Transformer" if name.startswith("Distil") else "BertEncoder"]
+        assert stack == "because its model's head reads all positions, padding too" and not report.notes
+        assert {"BertLayer", "TransformerBlock"} & {entry.kind for entry in report.replaced}
+
+
 REASONS = {
     "left padding": (dict(lengths=None), {}, "a row begins with padding"),
     "hidden states": ({}, dict(output_hidden_states=True), "output_hidden_states or output_attentions was asked for"),

@@ -244,6 +244,15 @@ def models(module: nn.Module) -> Iterator[nn.Module]:
             yield from models(inner)
 
 
+def below_span_heads(model: nn.Module) -> dict[int, str]:
+    """id of a module -> why it runs padded, for all below a head that takes a softmax over all positions.
+
+    Such heads, and those that people write after them, call their last layer ``qa_outputs``.
+    """
+    heads = (module for module in model.modules() if "qa_outputs" in module._modules)
+    return {id(inner): "its model's head reads all positions, padding too" for m in heads for inner in m.modules()}
+
+
 def uses_interface(module: nn.Module) -> bool:
     """Whether a module's forward asks transformers' registry for its attention."""
     forward = inspect.unwrap(swap.original_class(module).forward)  # type: ignore[attr-defined]

@@ -27,7 +27,8 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
         model: any module; patching a patched model applies the new options to it.
         packed: run padded batches of recognised encoder stacks packed, so that padding costs nothing. The stack's
             output is then 0 at padded positions, where the original has values of no meaning. Never under
-            torch.compile or graph capture.
+            torch.compile or graph capture, and never below a head that is known to read all positions: one for
+            question answering, which takes a softmax over them (a child named ``qa_outputs``).
         freeze: keep the weights of self-attention's projections packed for the matrix library from call to call: for
             inference on a CPU, at the price of a second copy of them (in float32), made at the first call that is
             large enough to gain. A frozen module in training mode or asked for a gradient raises RuntimeError.
@@ -59,13 +60,15 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     undone = functools.partial(_undo, undo, kept, thawed)
     try:
         switched = _switch_attention(model, backend, packed, undo)
+        spans = huggingface.below_span_heads(model)
         for name, module in model.named_modules():
             if id(module) in covered:
                 replaced, note = True, f"runs inside {covered[id(module)]}"
             elif id(module) in switched:
                 replaced, note = switched[id(module)]
             else:
-                replaced, note = _apply(module, name, packed, backend, covered, undo)
+                padded = "packed=False was asked for" if not packed else spans.get(id(module))
+                replaced, note = _apply(module, name, padded, backend, covered, undo)
             entries.append(Entry(name, type(module).__name__, replaced, note))
             modules.append(module)
         for module in _projections(model) if freeze else ():
@@ -135,17 +138,17 @@ def _switch_attention(
 def _apply(
     module: nn.Module,
     name: str,
-    packed: bool,
+    padded: str | None,
     backend: str | None,
     covered: dict[int, str],
     undo: list[tuple[nn.Module, swap.Options | None]],
 ) -> tuple[bool, str]:
-    """Tries every recipe on one module: (replaced, note)."""
+    """Tries every recipe on one module, those that pack unless ``padded`` says why not: (replaced, note)."""
     before = module.__dict__.get(swap.OPTIONS) if swap.is_fused(module) else None
     if before is not None:
         undo.append((module, before))
         if swap.is_derived(module):
-            swap.note(module, replace(before, backend=backend, packed=packed))
+            swap.note(module, replace(before, backend=backend, packed=padded is None))
             return True, f"by {before.recipe}, before its class was derived from"
         swap.restore(module)
     reason: bool | str = False
@@ -153,8 +156,8 @@ def _apply(
         answer = recipe.recognise(module)
         if answer is True and "forward" in module.__dict__:
             answer = "it has a forward of its own"
-        if answer is True and recipe.packs and not packed:
-            answer = "packed=False was asked for"
+        if answer is True and recipe.packs and padded is not None:
+            answer = padded
         if answer is not True:
             reason = reason or answer
             continue
@@ -162,7 +165,7 @@ def _apply(
             covered.setdefault(id(inner), name or "the model")
         if before is None:
             undo.append((module, None))
-        swap.swap(module, swap.Options(recipe.name, backend, packed))
+        swap.swap(module, swap.Options(recipe.name, backend, padded is None))
         return True, f"{recipe.what}; not more, because {reason}" if reason else recipe.what
     return (False, f"because {reason}") if reason else _left(module)
 
