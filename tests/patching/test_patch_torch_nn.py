@@ -78,6 +78,38 @@ def test_transformer():
     assert_same_results(model, run)
 
 
+HIDES = {  # memory_key_padding_mask, made of src_key_padding_mask -> whether padding in the memory stays unseen
+    "nothing": (lambda hidden: None, False),
+    "the same": (lambda hidden: hidden, True),
+    "more": (lambda hidden: hidden | (torch.arange(7) == 1), True),
+    "less": (lambda hidden: hidden & (torch.arange(7) != 6), False),
+    "the same by -inf": (lambda hidden: torch.zeros(3, 7).masked_fill(hidden, -torch.inf), True),
+    "the same by -9": (lambda hidden: hidden * -9.0, False),
+}
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("hides", HIDES)
+def test_a_decoder_that_sees_the_sources_padding_sees_what_it_saw(hides, batch_first):
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 4, 2, 1, 32, 0.0, batch_first=batch_first).double()
+    src, hidden = masked_input(batch_first)
+    tgt = torch.randn(3, 5, 16, dtype=torch.float64)
+    make, unseen = HIDES[hides]
+    across = make(hidden)
+    told = {"src_key_padding_mask": hidden, "memory_key_padding_mask": across}
+    run = lambda m: m(src, tgt if batch_first else tgt.transpose(0, 1), **told)
+    wanted, memory = results(model, run), []
+    with tfk.patch(model, backend="reference") as report:
+        compare(results(model, run), wanted, 1e-9)
+        why = "memory_key_padding_mask shows what src_key_padding_mask hides"
+        assert report.fallbacks == ({} if unseen else {"encoder": {why: 1}})
+        model.encoder.register_forward_hook(lambda module, args, out: memory.append(out))
+        run(model)
+    padding = memory[0][hidden if batch_first else hidden.T]
+    assert bool((padding == 0).all()) is unseen
+
+
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_attention(need_weights):
     torch.manual_seed(0)

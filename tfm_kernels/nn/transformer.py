@@ -250,7 +250,7 @@ class Transformer(nn.Transformer):
                 f"Transformer: src and tgt must have one batch size, got shapes {tuple(src.shape)} and "
                 f"{tuple(tgt.shape)} with batch_first={self.batch_first}"
             )
-        memory = self.encoder(src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal)
+        memory = self._encode(src, src_mask, src_key_padding_mask, src_is_causal, memory_key_padding_mask)
         return self.decoder(
             tgt,
             memory,
@@ -261,6 +261,12 @@ class Transformer(nn.Transformer):
             tgt_is_causal=tgt_is_causal,
             memory_is_causal=memory_is_causal,
         )
+
+    def _encode(
+        self, src: Tensor, mask: Any, key_padding_mask: Any, is_causal: bool | None, memory_key_padding_mask: Any
+    ) -> Tensor:
+        """The memory, of which the decoder will not see what ``memory_key_padding_mask`` hides."""
+        return self.encoder(src, mask=mask, src_key_padding_mask=key_padding_mask, is_causal=is_causal)
 
 
 def _settled(x: Tensor, pending: Pending | None) -> Tensor:

@@ -1,4 +1,7 @@
-"""torch.nn.TransformerEncoder: padded batches run packed through its layers."""
+"""torch.nn.TransformerEncoder: padded batches run packed through its layers.
+
+Inside a torch.nn.Transformer only where the decoder does not see the padding, which is 0 after a packed run.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +58,16 @@ def _why_not_norm(stack: Any) -> str | None:
 
 def _fuse(original: type) -> type:
     class Fused(fused.TransformerEncoder):
+        packs = True
+
         def forward(
             self,
             src: Tensor,
             mask: Tensor | Mask | None = None,
             src_key_padding_mask: Tensor | None = None,
             is_causal: bool | None = None,
+            *,
+            padded: str | None = None,  # why the caller needs the values at padded positions
         ) -> Tensor:
             hint = causal_hint(mask, is_causal)
             padding = src_key_padding_mask
@@ -70,7 +77,7 @@ def _fuse(original: type) -> type:
                 batch_first = self.layers[0].self_attn.batch_first if len(self.layers) else True
                 x = src if batch_first else src.transpose(0, 1)
                 hidden = Mask.hide(padding[:, None, None, :])
-                packed = packing(self, hidden, x, self.layers, _why_not, _why_not_norm(self))
+                packed = packing(self, hidden, x, self.layers, _why_not, padded or _why_not_norm(self))
                 if packed is not None:
                     x = packed.unpack(_run(self, packed, x, hint, batch_first))
                     return x if batch_first else x.transpose(0, 1)
@@ -133,6 +140,44 @@ def _sum(x: Tensor, dropout: nn.Module, residual: Tensor, told: dict[str, Any]) 
     return ops.add_rms_norm(x, residual, eps=1.0, dropout_p=p, **told)[1]  # the norm itself is not wanted
 
 
+# --- the encoder-decoder ----------------------------------------------------------------------------------------------
+
+
+def _recognise_transformer(module: nn.Module) -> bool:
+    return type(module) is nn.Transformer and original_class(module.encoder) is nn.TransformerEncoder
+
+
+def _fuse_transformer(original: type) -> type:
+    class Fused(fused.Transformer):
+        def _encode(
+            self, src: Tensor, mask: Any, key_padding_mask: Any, is_causal: bool | None, memory_key_padding_mask: Any
+        ) -> Tensor:
+            masks = key_padding_mask, memory_key_padding_mask
+            if not getattr(self.encoder, "packs", False) or guard.tracing(src) or _unseen(*masks):
+                return super()._encode(src, mask, key_padding_mask, is_causal, memory_key_padding_mask)
+            told = {"padded": "memory_key_padding_mask shows what src_key_padding_mask hides"}
+            return self.encoder(src, mask=mask, src_key_padding_mask=key_padding_mask, is_causal=is_causal, **told)
+
+    return Fused
+
+
+def _unseen(padding: Tensor | None, across: Tensor | None) -> bool:
+    """Whether all that ``padding`` (B, T) hides from the encoder ``across`` hides from the decoder."""
+    if padding is None or padding is across:
+        return True
+    if across is None or across.shape != padding.shape or across.device != padding.device:
+        return False
+    hidden = across if across.dtype == torch.bool else across == -torch.inf
+    return padding.dtype == torch.bool and not bool((padding & ~hidden).any())
+
+
+register_recipe(
+    Recipe(
+        "torch.nn.Transformer.packed", _recognise_transformer, _fuse_transformer,
+        "the encoder-decoder of tfm_kernels.nn; padding that the decoder sees keeps its values", packs=True,
+    ),
+    first=False,
+)  # fmt: skip
 register_recipe(
     Recipe(
         "torch.nn.TransformerEncoder.packed", _recognise, _fuse,
