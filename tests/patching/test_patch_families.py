@@ -146,6 +146,27 @@ def test_attention_weights(kind):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("backend, weights", [("reference", False), ("aten", False), ("reference", True)])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+def test_autocast(kind, backend, weights):
+    """Rotary positions leave queries and keys in float32 beside values in bfloat16: autocast casts for attention."""
+    model, (ids, mask) = build(kind), batch()
+    more = {} if kind != "t5" else {"decoder_input_ids": ids[:, :5]}
+    run = lambda m: m(ids, attention_mask=mask, use_cache=False, output_attentions=weights, **more)
+    live = mask.bool() if kind != "t5" else torch.ones(3, 5, dtype=torch.bool)
+    exact = run(model.double()).logits.detach()[live]
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        stock = run(model).logits[live]
+        with tfk.patch(model, backend=backend) as report:
+            given = run(model)
+            assert report.fallbacks == {}
+    maps = given.get("attentions", given.get("decoder_attentions"))
+    assert not weights or maps[0].dtype == torch.bfloat16
+    assert given.logits.dtype == stock.dtype
+    assert (given.logits[live] - exact).norm() <= 1.5 * (stock - exact).norm()
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_compiled(kind):
     model, run = build(kind), run_of(kind)

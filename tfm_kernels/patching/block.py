@@ -55,6 +55,12 @@ def is_autocast(x: Tensor) -> bool:
     return autocast_dtype(x.device) is not None
 
 
+def as_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors, or None, as autocast hands them to torch's own operations: in its dtype, where it is on."""
+    dtype = autocast_dtype(tensors[0].device)
+    return tensors if dtype is None else tuple(autocast(t, dtype) for t in tensors)
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(..., T, E) -> (..., H, T, D), a view."""
     return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)
@@ -91,9 +97,7 @@ def feed_forward(
         second.bias,
         None if gate is None else gate.weight,
     ]
-    dtype = autocast_dtype(x.device)
-    tensors: list[Any] = [x, *weights] if dtype is None else [autocast(t, dtype) for t in (x, *weights)]
-    x, w1, b1, w2, b2, w3 = tensors
+    x, w1, b1, w2, b2, w3 = as_autocast(x, *weights)
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
 
 

@@ -21,7 +21,7 @@ from .. import ops
 from .._backend import BACKENDS
 from ..mask import Band, Mask
 from . import guard, packed, swap
-from .block import attend
+from .block import as_autocast, attend
 from .packed import Packed
 
 NAME = "tfm_kernels"
@@ -74,6 +74,7 @@ def _attention_on(backend: str | None) -> Callable[..., Any]:
         if swap.fell_back(module, unknown_keywords(kwargs)):
             attention_mask = _dense(attention_mask, query, key)
             return _stock(module, query, key, value, attention_mask, dropout, scaling, position_bias, kwargs)
+        query, key, value = as_autocast(query, key, value)  # rotary positions leave float32 beside bfloat16
         attention_mask = causal_if_unmasked(module, attention_mask, query.shape[-2], kwargs)
         if position_bias is not None and _is_cross_attention_of_t5(module):
             position_bias = None  # a tensor of zeros
