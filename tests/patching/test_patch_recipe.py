@@ -225,6 +225,10 @@ def test_bad_declarations():
         tfk.patching.declare_attention(
             MultiHeadAttention, query="w_q", key="w_k", value="w_v", out="w_o", heads=4, mask="show"
         )
+    with pytest.raises(ValueError, match="mask_axis must be one of batch, heads, got 'rows'"):
+        tfk.patching.declare_attention(
+            MultiHeadAttention, query="w_q", key="w_k", value="w_v", out="w_o", heads=4, mask_axis="rows"
+        )
     with pytest.raises(ValueError, match="forward must have an argument 'keys'"):
         tfk.patching.declare_attention(
             MultiHeadAttention, query="w_q", key="w_k", value="w_v", out="w_o", heads=4,

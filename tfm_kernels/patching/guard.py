@@ -73,6 +73,31 @@ def child(owner: nn.Module, path: str) -> Any:
     return module
 
 
+def require_child(op: str, argument: str, owner: nn.Module, path: str) -> None:
+    """Refuses a declared name, dotted where it lies deeper, of a child that is not there."""
+    module: Any = owner
+    for i, name in enumerate(names := path.split(".")):
+        inner = module._modules.get(name)
+        if inner is None:
+            _refuse(op, f"{argument} must name a child", owner, path, ".".join(names[:i]), module._modules)
+        module = inner
+
+
+def require_attribute(op: str, argument: str, owner: nn.Module, path: str) -> None:
+    """Refuses a declared name of an attribute that is not there; dotted it names a child."""
+    if "." in path:
+        require_child(op, argument, owner, path)
+    elif not hasattr(owner, path):
+        own = [name for name in owner.__dict__ if not name.startswith("_") and name != "training"]
+        held = [*own, *owner._parameters, *owner._buffers, *owner._modules]
+        _refuse(op, f"{argument} must name an attribute", owner, path, "", held)
+
+
+def _refuse(op: str, wanted: str, owner: nn.Module, path: str, place: str, held: Iterable[str]) -> None:
+    there = ", ".join(held) or "nothing"
+    raise ValueError(f"{op}: {wanted} of {type(owner).__name__}, got {path!r}; {place or 'it'} has {there}")
+
+
 def _watched(path: str, module: nn.Module) -> str:
     return f"{path} has {'a forward of its own' if 'forward' in module.__dict__ else 'hooks'}"
 

@@ -6,8 +6,8 @@
     tfk.patching.declare_residual(ResidualConnection, norm="norm", dropout="dropout", sublayer="sublayer")
     tfk.patch(model)
 
-What does not fit one of these forms is written as a function, see ``recipe``. ``tfk.prove`` tells whether a declaration
-was right.
+What does not fit one of these forms is written as a function, see ``recipe``. ``patch`` refuses a declaration that
+names what its module does not have; ``tfk.prove`` tells whether one is right.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .registry import Recipe, from_forward, register_recipe
 from .swap import options, original_class
 
 _MASKS = ("keep", "hide", "add")
+_AXES = ("batch", "heads")
 _norms: dict[type, Callable[[Any], tuple]] = {  # class -> module -> weight, bias, eps, unbiased
     nn.LayerNorm: lambda norm: (norm.weight, norm.bias, norm.eps, False)
 }
@@ -43,12 +44,14 @@ def declare_attention(
     dropout: str | None = None,
     arguments: tuple[str, str, str, str | None] | None = None,
     mask: str = "keep",
+    mask_axis: str | None = None,
     weights: bool = False,
 ) -> Recipe:
     """Declare that a class is multi-head attention: out(concat of heads softmax(q k^T / sqrt(D)) v).
 
     The projections are called as modules, so hooks and adapters on them keep working. A row that may see no key gives
-    0 before ``out``, where code that fills with -1e9 gives the mean of hidden values.
+    0 before ``out``, where code that fills with -1e9 gives the mean of hidden values. An attribute in which the forward
+    keeps its weights for pictures, such as ``self.attn``, is not written: ``tfk.get_attention_maps`` gives the weights.
 
     Args:
         cls: the class, matched exactly.
@@ -62,6 +65,9 @@ def declare_attention(
             four. ("x", "x", "x", "mask") is self-attention.
         mask: "keep": positions where the mask is 0 are hidden; "hide": where it is not 0; "add": added to the scores.
             It broadcasts to (B, H, Tq, Tk) as in torch.
+        mask_axis: what the first axis of a mask with three is: "batch" where the forward puts the heads in by
+            ``mask.unsqueeze(1)``, as in The Annotated Transformer; "heads" where it lets the mask broadcast. None: a
+            mask with three axes is refused unless the first has size 1.
         weights: whether the forward returns (result, weights).
 
     Returns:
@@ -69,10 +75,12 @@ def declare_attention(
 
     Raises:
         TypeError: ``cls`` is no module class.
-        ValueError: ``mask`` is unknown, or the forward has no such argument.
+        ValueError: ``mask`` or ``mask_axis`` is unknown, or the forward has no such argument.
     """
     _module_class("declare_attention", cls)
     _check.choice("declare_attention", "mask", mask, _MASKS)
+    if mask_axis is not None:
+        _check.choice("declare_attention", "mask_axis", mask_axis, _AXES)
     names = tuple(inspect.signature(cls.forward).parameters)[1:]
     wanted = arguments or (*names[:3], names[3] if len(names) > 3 else None)
     for name in wanted:
@@ -85,7 +93,7 @@ def declare_attention(
         count = heads if isinstance(heads, int) else getattr(self, heads)
         projections = (guard.child(self, name) for name in (query, key, value))
         q, k, v = (block.split_heads(layer(t), count) for layer, t in zip(projections, (q, k, v), strict=True))
-        told: dict[str, Any] = {"mask": _mask(given, mask), "dropout_p": _probability(self, dropout)}
+        told: dict[str, Any] = {"mask": _mask(given, mask, mask_axis), "dropout_p": _probability(self, dropout)}
         backend = options(self).backend
         maps = None
         if not weights:
@@ -98,7 +106,9 @@ def declare_attention(
         result = result if out is None else guard.child(self, out)(result)
         return (result, maps) if weights else result
 
-    return register_recipe(from_forward(_name(cls), cls, run, "fused attention"))
+    children = {"query": query, "key": key, "value": value, "out": out}
+    check = _names("declare_attention", children, {"heads": heads, "dropout": dropout})
+    return register_recipe(from_forward(_name(cls), cls, run, "fused attention", check=check))
 
 
 def declare_feed_forward(
@@ -143,8 +153,10 @@ def declare_feed_forward(
         y = block.feed_forward(x.transpose(-1, -2), layers[0], layers[1], activation, gated, **told)
         return y.transpose(-1, -2).contiguous()
 
-    covers = tuple(name for name in (first, second, gate, dropout) if name is not None)
-    return register_recipe(from_forward(_name(cls), cls, run, "feed-forward", covers))
+    children = {"first": first, "second": second, "gate": gate, "dropout": dropout}
+    covers = tuple(name for name in children.values() if name is not None)
+    check = _names("declare_feed_forward", children)
+    return register_recipe(from_forward(_name(cls), cls, run, "feed-forward", covers, check))
 
 
 def declare_layer_norm(
@@ -181,7 +193,8 @@ def declare_layer_norm(
         return ops.layer_norm(x, w, b, value, unbiased=divisor, backend=options(self).backend)
 
     _norms[cls] = parts
-    return register_recipe(from_forward(_name(cls), cls, run, "layer_norm"))
+    check = _names("declare_layer_norm", {}, {"weight": weight, "bias": bias, "eps": eps})
+    return register_recipe(from_forward(_name(cls), cls, run, "layer_norm", check=check))
 
 
 def declare_residual(
@@ -219,7 +232,9 @@ def declare_residual(
         return layer_norm_of_sum(y, x, w, b, eps, dropout_p=p, unbiased=unbiased, backend=backend)
 
     covers = () if dropout is None else (dropout,)
-    return register_recipe(from_forward(_name(cls), cls, run, "dropout, sum and LayerNorm in one pass", covers))
+    check = _names("declare_residual", {"norm": norm, "dropout": dropout, "sublayer": sublayer})
+    what = "dropout, sum and LayerNorm in one pass"
+    return register_recipe(from_forward(_name(cls), cls, run, what, covers, check))
 
 
 def _module_class(op: str, cls: object) -> None:
@@ -231,6 +246,20 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def _names(op: str, children: dict[str, Any], attributes: dict[str, Any] | None = None) -> Callable[[nn.Module], None]:
+    """What asks of a module whether it has what was declared, each by the name of the declaration's argument."""
+
+    def check(module: nn.Module) -> None:
+        for argument, path in children.items():
+            if path is not None:
+                guard.require_child(op, argument, module, path)
+        for argument, name in (attributes or {}).items():
+            if isinstance(name, str):
+                guard.require_attribute(op, argument, module, name)
+
+    return check
+
+
 def _argument(place: tuple[int, str] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
     if place is None:
         return None
@@ -238,10 +267,17 @@ def _argument(place: tuple[int, str] | None, args: tuple, kwargs: dict[str, Any]
     return args[position] if position < len(args) else kwargs.get(name)
 
 
-def _mask(given: Any, meaning: str) -> Mask | Tensor | None:
-    """The mask of a call as ops.attention takes it; three dimensions align with the heads, as in broadcasting."""
+def _mask(given: Any, meaning: str, axis: str | None) -> Mask | Tensor | None:
+    """The mask of a call as ops.attention takes it; ``axis`` is the first of three."""
     if given is None:
         return None
+    if given.dim() == 3 and axis == "batch":
+        given = given.unsqueeze(1)
+    if given.dim() == 3 and axis is None and given.shape[0] != 1:
+        raise ValueError(
+            f"declare_attention: mask must be 2-D or 4-D, or have a first axis of 1, got {tuple(given.shape)}: declare "
+            "mask_axis='batch' or 'heads' to say what that axis is"
+        )
     given = given.view(*[1] * (4 - given.dim()), *given.shape)
     if meaning == "add":
         return given

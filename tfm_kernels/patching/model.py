@@ -45,7 +45,8 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
 
     Raises:
         TypeError: ``model`` is not a module, or an option is of the wrong type.
-        ValueError: ``freeze`` is asked for a model in training mode, or no backend has this name.
+        ValueError: ``freeze`` is asked for a model in training mode, no backend has this name, or a declaration names
+            what its module does not have.
 
     Example:
         >>> with tfk.patch(model) as report:

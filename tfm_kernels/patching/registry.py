@@ -107,17 +107,30 @@ def recipe(cls: type[nn.Module], *, what: str = "a registered recipe", covers: I
         raise TypeError(f"recipe: cls must be a subclass of torch.nn.Module, got {cls!r}")
     paths = tuple(covers)
 
+    def check(module: nn.Module) -> None:
+        for path in paths:
+            guard.require_child("recipe", "covers", module, path)
+
     def register(forward: Callable[..., Any]) -> Callable[..., Any]:
-        register_recipe(from_forward(f"{cls.__module__}.{cls.__qualname__}", cls, forward, what, paths))
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        register_recipe(from_forward(name, cls, forward, what, paths, check))
         return forward
 
     return register
 
 
 def from_forward(
-    name: str, cls: type[nn.Module], run: Callable[..., Any], what: str, covers: tuple[str, ...] = ()
+    name: str,
+    cls: type[nn.Module],
+    run: Callable[..., Any],
+    what: str,
+    covers: tuple[str, ...] = (),
+    check: Callable[[nn.Module], None] | None = None,
 ) -> Recipe:
-    """The recipe of one class: ``run`` in place of its forward, which still runs where ``run`` gives NotImplemented."""
+    """The recipe of one class: ``run`` in place of its forward, which still runs where ``run`` gives NotImplemented.
+
+    ``check(module)`` raises where a module of the class does not have what was declared.
+    """
 
     def fuse(original: Any) -> type:
         class Fused(original):
@@ -135,6 +148,10 @@ def from_forward(
         return Fused
 
     def recognise(module: nn.Module) -> bool | str:
-        return type(module) is cls and (guard.why_not_stock(module, covers) or True)
+        if type(module) is not cls:
+            return False
+        if check is not None:
+            check(module)
+        return guard.why_not_stock(module, covers) or True
 
     return Recipe(name, recognise, fuse, what, lambda module: [module.get_submodule(path) for path in covers])

@@ -1,0 +1,113 @@
+"""What a declaration says of masks, and what it names that is not there."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import tfm_kernels as tfk
+from tests.patching.models import assert_same_results
+from tests.patching.test_patch_recipe import FeedForward, LayerNorm, MultiHeadAttention, Residual
+from tfm_kernels.patching import hand_written, registry
+
+
+class MultiHeadedAttention(nn.Module):
+    """In the style of The Annotated Transformer: the mask has a batch and no heads, which the forward puts in."""
+
+    def __init__(self, h, d_model, dropout=0.0):
+        super().__init__()
+        self.d_k, self.h, self.attn = d_model // h, h, None
+        self.linears, self.dropout = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4)), nn.Dropout(dropout)
+
+    def forward(self, query, key, value, mask=None):
+        if mask is not None:
+            mask = mask.unsqueeze(1)
+        B = query.size(0)
+        q, k, v = (
+            layer(t).view(B, -1, self.h, self.d_k).transpose(1, 2)
+            for layer, t in zip(self.linears, (query, key, value), strict=False)
+        )
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)
+        self.attn = (scores if mask is None else scores.masked_fill(mask == 0, -1e9)).softmax(-1)
+        x = self.dropout(self.attn) @ v
+        return self.linears[-1](x.transpose(1, 2).contiguous().view(B, -1, self.h * self.d_k))
+
+
+ANNOTATED = dict(query="linears.0", key="linears.1", value="linears.2", out="linears.3", heads="h", dropout="dropout")
+
+
+@pytest.fixture
+def recipes(monkeypatch):
+    """Takes back what a test declares."""
+    monkeypatch.setattr(hand_written, "_norms", dict(hand_written._norms))
+    before = registry.registered()
+    yield
+    registry._recipes[:] = before
+
+
+@pytest.mark.parametrize("rows", [3, 4])  # as many as heads, and not
+@pytest.mark.parametrize("queries", [1, 7])
+def test_a_mask_whose_first_axis_is_the_batch(recipes, rows, queries):
+    x = torch.randn(rows, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    keep = (torch.arange(7) < torch.tensor([4, 7, 2, 5])[:rows, None])[:, None]
+    keep = keep & torch.ones(queries, 7, dtype=torch.bool).tril(7 - queries)
+    tfk.patching.declare_attention(MultiHeadedAttention, **ANNOTATED, mask_axis="batch")
+    for mask in (keep, keep.long(), None):
+        torch.manual_seed(0)
+        model = MultiHeadedAttention(4, 16)
+        run = lambda m, mask=mask: m(*[x.to(m.linears[0].weight)] * 3, mask)
+        assert_same_results(model, run)
+    tfk.patching.declare_attention(MultiHeadedAttention, **ANNOTATED)
+    with tfk.patch(model, backend="reference"):
+        got = rf"have a first axis of 1, got \({rows}, {queries}, 7\): declare mask_axis='batch' or 'heads' to say"
+        with pytest.raises(ValueError, match=f"declare_attention: mask must be 2-D or 4-D, or {got}"):
+            run(model, keep)
+
+
+def test_a_mask_whose_first_axis_is_the_heads(recipes):
+    torch.manual_seed(0)
+    model, x = MultiHeadAttention(16, 4), torch.randn(3, 7, 16, dtype=torch.float64)
+    keep = torch.rand(4, 7, 7) < 0.5
+    keep |= torch.eye(7, dtype=torch.bool)
+    declaration = dict(query="w_q", key="w_k", value="w_v", out="w_o", heads="heads")
+    tfk.patching.declare_attention(MultiHeadAttention, **declaration, mask_axis="heads")
+    assert_same_results(model, lambda m: m(*[x.to(m.w_q.weight)] * 3, keep))
+
+
+WRONG = {  # a declaration -> what patch says of it
+    "declare_attention: key must name a child of MultiHeadedAttention, got 'linears.7'; linears has 0, 1, 2, 3": (
+        lambda p: p.declare_attention(MultiHeadedAttention, **{**ANNOTATED, "key": "linears.7"})
+    ),
+    "declare_attention: out must name a child of MultiHeadedAttention, got 'attn'; it has linears, dropout": (
+        lambda p: p.declare_attention(MultiHeadedAttention, **{**ANNOTATED, "out": "attn"})
+    ),
+    "declare_attention: heads must name an attribute of MultiHeadedAttention, got 'heads'; it has d_k, h, attn, ": (
+        lambda p: p.declare_attention(MultiHeadedAttention, **{**ANNOTATED, "heads": "heads"})
+    ),
+    "declare_attention: dropout must name an attribute of MultiHeadedAttention, got 'drop'; it has ": (
+        lambda p: p.declare_attention(MultiHeadedAttention, **{**ANNOTATED, "dropout": "drop"})
+    ),
+    "declare_feed_forward: first must name a child of FeedForward, got 'w_1'; it has fc1, fc2, dropout": (
+        lambda p: p.declare_feed_forward(FeedForward, first="w_1", second="fc2")
+    ),
+    "declare_layer_norm: weight must name an attribute of LayerNorm, got 'a_2'; it has eps, gamma, beta": (
+        lambda p: p.declare_layer_norm(LayerNorm, weight="a_2", bias="beta")
+    ),
+    "declare_residual: sublayer must name a child of Residual, got 'layer'; it has sublayer, norm, dropout": (
+        lambda p: p.declare_residual(Residual, norm="norm", sublayer="layer")
+    ),
+    "recipe: covers must name a child of FeedForward, got 'fc3'; it has fc1, fc2, dropout": (
+        lambda p: p.recipe(FeedForward, covers=("fc1", "fc3"))(lambda self, x: NotImplemented)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_declaration_of_what_is_not_there_is_refused_by_patch(recipes, message):
+    model = nn.ModuleList([nn.LayerNorm(16), MultiHeadedAttention(4, 16), Residual(FeedForward(16, 32), 16)])
+    WRONG[message](tfk.patching)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        tfk.patch(model)
+    assert tfk.unpatch(model) == 0
