@@ -111,8 +111,8 @@ def test_patched_encoders_of_torch_nn(packed):
         y = layer.norm2(y + layer._ff_block(y))
     tfk.patch(model, packed=packed)
     found = tfk.get_attention_maps(model, {"src": x, "src_key_padding_mask": PAD})
-    assert len(found) == 2
-    for tensor, name in zip(found.values(), expected, strict=True):
+    assert list(found) == list(expected)
+    for name, tensor in found.items():
         live = ~PAD[:, None, :, None] if packed else torch.ones(1, dtype=torch.bool)
         assert_same_in_float64(tensor * live, expected[name] * live)
         if packed:

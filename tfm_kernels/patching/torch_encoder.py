@@ -96,24 +96,24 @@ def _run(stack: Any, packed: Packed, x: Tensor, causal: bool, batch_first: bool)
         told: dict[str, Any] = {"dropout_rows": rows, "backend": options(layer).backend}
         if layer.norm_first:
             y, x = (layer.norm1(x), x) if pending is None else _sum_norm(*pending, x, layer.norm1, told)
-            y, x = _sum_norm(_attend(layer, y, packed, causal, told), layer.dropout1, x, layer.norm2, told)
+            y, x = _sum_norm(_attend(layer.self_attn, y, packed, causal, told), layer.dropout1, x, layer.norm2, told)
             pending = _feed_forward(layer, y, told), layer.dropout2
         else:
             x = x if pending is None else _sum(*pending, x, told)
-            x = _norm_of_sum(_attend(layer, x, packed, causal, told), layer.dropout1, x, layer.norm1, told)
+            x = _norm_of_sum(_attend(layer.self_attn, x, packed, causal, told), layer.dropout1, x, layer.norm1, told)
             x = _norm_of_sum(_feed_forward(layer, x, told), layer.dropout2, x, layer.norm2, told)
             pending = None
     x = x if pending is None else _sum(*pending, x, told)
     return x if stack.norm is None else stack.norm(x)
 
 
-def _attend(layer: Any, x: Tensor, packed: Packed, causal: bool, told: dict[str, Any]) -> Tensor:
-    attention = layer.self_attn
-    heads = (block.split_heads(t, attention.num_heads) for t in attention._project(x, x, x))
-    p = attention.dropout if attention.training else 0.0
+def _attend(module: Any, x: Tensor, packed: Packed, causal: bool, told: dict[str, Any]) -> Tensor:
+    """What the attention ``module`` does; get_attention_maps finds its name by that of this argument."""
+    heads = (block.split_heads(t, module.num_heads) for t in module._project(x, x, x))
+    p = module.dropout if module.training else 0.0
     mask = Mask.causal() if causal else None
     out = packed.attention(*heads, mask=mask, dropout_p=p, backend=told["backend"])
-    return linear(block.merge_heads(out), attention.out_proj)
+    return linear(block.merge_heads(out), module.out_proj)
 
 
 def _feed_forward(layer: Any, x: Tensor, told: dict[str, Any]) -> Tensor:
