@@ -27,10 +27,11 @@ from .packed import Packed
 NAME = "tfm_kernels"
 RECIPE = "huggingface.attention"
 REPLACES = ("sdpa", "eager")  # implementations that patching takes the place of; others were chosen on purpose
-# Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23 and 5.24.
+# Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23 and 5.24
+# (bert-generation, data2vec-text, ernie and roc_bert with 5.24).
 MASK_AS_DATA = frozenset(
-    "albert bart bert camembert clip_text_model distilbert electra gpt2 llama marian roberta t5 vit whisper "
-    "xlm-roberta".split()
+    "albert bart bert bert-generation camembert clip_text_model data2vec-text distilbert electra ernie gpt2 llama "
+    "marian roberta roc_bert t5 vit whisper xlm-roberta".split()
 )
 # Keywords that do not change what attention computes once the mask is there.
 _HARMLESS = frozenset(

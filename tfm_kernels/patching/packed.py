@@ -80,7 +80,9 @@ def packing(
     if mask is None or not options(stack).packed or guard.tracing(x) or x.numel() == 0:
         return None
     keep = _key_padding(mask, *x.shape[:2])
-    if keep is None:
+    if not isinstance(mask, Mask):
+        reason = reason or "its mask is a matrix, which may hide more than padding"
+    elif keep is None:
         reason = reason or "its mask hides more than padding"
     elif not bool(keep[:, 0].all()):  # also where a row has no token at all
         reason = reason or "a row begins with padding"
