@@ -242,3 +242,15 @@ def test_compiled(backend):
         with torch.no_grad():
             torch.testing.assert_close(run_on(ids, None)(compiled), run_on(ids, None)(bert(num_hidden_layers=1)))
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_by_jit():
+    """As the docstring of patch says: without gradients and without the check; the padding stays data."""
+    model, (ids, mask) = bert(return_dict=False), batch()
+    others, other = batch(lengths=(7, 3, 5))
+    with tfk.patch(model, backend="reference"), torch.no_grad():
+        traced = torch.jit.trace(model, (ids, mask), check_trace=False)
+        wanted = model(others.flip(0), attention_mask=other)[0]
+        live = other.bool()
+        torch.testing.assert_close(traced(others.flip(0), other)[0][live], wanted[live])

@@ -23,6 +23,10 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     names; checkpoints, optimizers and hooks on the outside go on as before. What the fused code cannot honour (hooks on
     inner modules, adapters, output_attentions ...) runs the original code, call by call.
 
+    ``torch.jit.trace`` works under ``torch.no_grad()`` and with ``check_trace=False``, for the shapes it is shown: a
+    trace cannot keep the Python by which the ops record gradients, and its check takes the same graph with other names
+    for another one.
+
     Args:
         model: any module; patching a patched model applies the new options to it.
         packed: run padded batches of recognised encoder stacks packed, so that padding costs nothing. The stack's
