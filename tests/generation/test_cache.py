@@ -134,6 +134,23 @@ def test_beams_with_a_cache_are_those_without(kind, norm_first):
             )
 
 
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("changes", CHANGES[:2], ids=str)
+@pytest.mark.parametrize("kind", ["causal", "translation"])
+def test_layers_that_share_their_weights_keep_their_own_keys(kind, changes, backend):
+    """One layer called twice, as in ALBERT and the Universal Transformer: its calls are told apart by their order."""
+    model = sharp(kind, backend=backend, **changes)
+    layers = (model.encoder if kind == "causal" else model.transformer.decoder).layers
+    layers[1] = layers[0]
+    for where in ("right", "left"):
+        ids = spread(kind, where)
+        for beams in (1, 3):
+            told = {"num_beams": beams, **begin(kind)}
+            assert torch.equal(
+                tfk.generate(model, ids, NEW, **told), tfk.generate(model, ids, NEW, use_cache=False, **told)
+            )
+
+
 def test_bfloat16_and_autocast_decode():
     model, ids = sharp("translation", backend=None), inputs("translation")[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -151,6 +151,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """``query`` (B, T, E) attends to the keys and values that ``cache`` keeps."""
         if not self.batch_first or self.bias_k is not None or self.add_zero_attn:
             raise ValueError(f"{_NAME}: a cache needs batch_first, and neither add_bias_kv nor add_zero_attn")
+        cache.begin()
         if self._reads_parameters(query):
             y = self._step(query, cache.step(self))
             if y is not None:

@@ -30,6 +30,9 @@ class Step(NamedTuple):
 class AttentionCache(ABC):
     """What ``MultiheadAttention`` takes as ``attn_mask`` to be told its keys and values instead of projecting them."""
 
+    def begin(self) -> None:  # noqa: B027  (most caches need not know)
+        """Another call of an attention module begins; ``step`` and ``attended`` are about this one."""
+
     @abstractmethod
     def step(self, attention: Any) -> Step | None:
         """What one call of ``attention`` is, where it is a step of rows that stand at one place, else None."""
@@ -109,7 +112,8 @@ class GrowingCache(AttentionCache):
 
     def __init__(self, size: int) -> None:
         self.size, self.length = size, 0
-        self._kept: dict[int, Reserved] = {}  # by the id of the attention module
+        self._kept: dict[int, Reserved] = {}  # by the number of the call in its step: a module may be called twice
+        self._call = 0
         self.lengths: Tensor | None = None
         self._new = 0
         self._mask: Mask | None = None
@@ -119,7 +123,7 @@ class GrowingCache(AttentionCache):
         """Tells what is the same for all layers: the next call has ``new`` positions."""
         if self.length + new > self.size:
             raise ValueError(f"GrowingCache: there is room for {self.size} positions, got {self.length + new}")
-        self._new = new
+        self._new, self._call = new, 0
         if self.lengths is None:
             self._mask = Mask.causal("bottom_right") if new > 1 else None
         elif new != 1:
@@ -129,6 +133,10 @@ class GrowingCache(AttentionCache):
             self._mask = Mask.keep((columns <= self.lengths.unsqueeze(1))[:, None, None, :])
             self._rows = torch.arange(self.lengths.shape[0], device=self.lengths.device)
 
+    def begin(self) -> None:
+        """See ``AttentionCache``."""
+        self._call += 1
+
     def advance(self) -> None:
         """What was prepared is done."""
         self.length += self._new
@@ -137,15 +145,15 @@ class GrowingCache(AttentionCache):
 
     def step(self, attention: Any) -> Step | None:
         """See ``AttentionCache``."""
-        kept = self._kept.get(id(attention))
+        kept = self._kept.get(self._call)
         return None if kept is None or self._new != 1 or self.lengths is not None else kept.step(self.length)
 
     def attended(self, attention: Any, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Mask | None]:
         """Projects ``query`` and adds its keys and values to those kept."""
         q, k, v = attention._project_self(query)
-        kept = self._kept.get(id(attention))
+        kept = self._kept.get(self._call)
         if kept is None:
-            self._kept[id(attention)] = kept = Reserved(k, v, self.size)
+            self._kept[self._call] = kept = Reserved(k, v, self.size)
         if self.lengths is None:
             k, v = kept.write(k, v, self.length)
         else:
