@@ -220,6 +220,28 @@ def test_packed_dropout_is_the_padded_calls(backend):
         torch.testing.assert_close(found[ends[b] : ends[b] + length].transpose(0, 1), expected[b, :, :length])
 
 
+def assert_segments_are_alone(backend, name, bad):
+    """Whatever one segment holds, and whatever gradient arrives there, changes no bit of the others."""
+    clean = [randn(20, heads, 8, seed=seed) for seed, heads in enumerate((2, 1, 1, 2))]
+    dirty = [t.clone() for t in clean]
+    dirty[("query", "key", "value", "dout").index(name)][5:9] = bad
+    ends, rest = torch.tensor([0, 3, 9, 9, 20]), [*range(3), *range(9, 20)]
+
+    def packed(q, k, v, dout):
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = tfk.ops.attention_varlen(*leaves, ends, ends, 11, 11, Mask.window(4, 1), backend=backend)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    for a, b in zip(packed(*clean), packed(*dirty), strict=True):
+        assert torch.equal(a[rest], b[rest]) and b[rest].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "dout"])
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_segments_are_alone(name, bad, backend):
+    assert_segments_are_alone(backend, name, bad)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_views_give_the_bits_of_contiguous_tensors(dtype, backend):
     inputs = named(*qkv(2, 2, 2, 9, 12, 16, 24, dtype), bias=randn(1, 2, 9, 12, dtype=dtype, seed=4))

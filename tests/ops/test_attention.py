@@ -9,6 +9,7 @@ from torch.autograd import gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tfm_kernels as tfk
+from tests.attention_semantics import assert_segments_are_alone
 from tests.threads import on_threads
 from tfm_kernels import Mask
 
@@ -255,6 +256,24 @@ def test_packed_and_padded_runs_agree(backend):
     dout = randn(*out.shape, dtype=torch.float64, seed=3)
     for a, b in zip(*(torch.autograd.grad(o, (q, k, v), dout) for o in (out, padded)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["query", "key", "value", "dout"])
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_segments_are_alone(backend, name, bad):
+    assert_segments_are_alone(backend, name, bad)
+
+
+def test_a_packed_call_of_the_reference_compiles():
+    """To one graph: it is what a compiled model on a GPU is given."""
+
+    def packed(q, k, v, ends):
+        return tfk.ops.attention_varlen(q, k, v, ends, ends, 9, 9, Mask.causal(), backend="reference")
+
+    ends, given = torch.tensor([0, 3, 3, 12]), [randn(12, 2, 8, seed=i) for i in range(3)]
+    compiled = torch.compile(packed, fullgraph=True, backend="eager")(*given, ends)
+    torch.testing.assert_close(compiled, packed(*given, ends))
 
 
 @pytest.mark.parametrize(

@@ -47,25 +47,26 @@ def attention_varlen(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a packed call, as one long sequence in which a token sees its own segment only."""
-    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
-    q_segment, i = _positions(cu_seqlens_q, queries)
-    k_segment, j = _positions(cu_seqlens_k, keys)
-    step = j.unsqueeze(0) - i.unsqueeze(1)  # (total_q, total_k)
-    lengths_q, lengths_k = cu_seqlens_q.long().diff(), cu_seqlens_k.long().diff()
-    from_end = step - (lengths_k - lengths_q)[q_segment].unsqueeze(1)  # from the segment's own bottom-right corner
-    visible = q_segment.unsqueeze(1) == k_segment.unsqueeze(0)
+    """(out, lse) of a packed call, as the dense one of padded segments: what they hold then lies in no one sum."""
+    heads, longest = query.shape[1], (min(max_seqlen_q, query.shape[0]), min(max_seqlen_k, key.shape[0]))
+    q_places, k_places = _places(cu_seqlens_q, query.shape[0]), _places(cu_seqlens_k, key.shape[0])
+    q = _padded(query, cu_seqlens_q, q_places, longest[0])
+    k, v = (_padded(t, cu_seqlens_k, k_places, longest[1]) for t in (key, value))
+    lengths_q, lengths_k = (ends.long().diff()[:, None, None] for ends in (cu_seqlens_q, cu_seqlens_k))
+    i, j = (torch.arange(length, device=query.device) for length in longest)
+    step = j - i.unsqueeze(1)  # (longest query, longest key)
+    from_end = step - (lengths_k - lengths_q)  # (B, ...): from the segment's own bottom-right corner
+    visible = (i.unsqueeze(1) < lengths_q) & (j < lengths_k)
     visible = visible & (step >= mask.top_left.low) & (step <= mask.top_left.high)
     visible = visible & (from_end >= mask.bottom_right.low) & (from_end <= mask.bottom_right.high)
     factors = None
     if seed is not None:
-        head = torch.arange(heads, device=query.device).unsqueeze(1)
-        rows = (q_segment * heads + head) * max_seqlen_q + i  # (Hq, total_q)
-        kept = dropout.keep_mask(seed, dropout_p, rows, max_seqlen_k)
-        factors = kept[..., j].double() * dropout.keep_scale(dropout_p)
-    out, lse = _attend(query, key, value, visible.expand(1, heads, queries, keys), None, scale, factors)
-    return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0)
+        first = torch.arange(q.shape[0] * heads, device=query.device).view(-1, heads, 1) * max_seqlen_q
+        kept = dropout.keep_mask(seed, dropout_p, first + i, longest[1])  # (B, Hq, longest query, longest key)
+        factors = kept.double() * dropout.keep_scale(dropout_p)
+    out, lse = _attend(q, k, v, visible.unsqueeze(1).expand(-1, heads, -1, -1), None, scale, factors)
+    segment, place = q_places
+    return out[segment, :, place], lse.transpose(0, 1)[:, segment, place]
 
 
 def _attend(
@@ -104,9 +105,15 @@ def _attend(
     return out.to(query.dtype), lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
-def _positions(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+def _places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """(total,) int64 each: the segment of every token, and its place there."""
     cu_seqlens = cu_seqlens.long()
     token = torch.arange(total, device=cu_seqlens.device)
     segment = torch.bucketize(token, cu_seqlens[1:], right=True)
     return segment, token - cu_seqlens[segment]
+
+
+def _padded(packed: Tensor, cu_seqlens: Tensor, places: tuple[Tensor, Tensor], longest: int) -> Tensor:
+    """(total, H, D) as (B, H, longest, D), with zeros behind each segment."""
+    empty = packed.new_zeros(cu_seqlens.shape[0] - 1, longest, *packed.shape[1:])
+    return empty.index_put(places, packed).transpose(1, 2)
