@@ -173,6 +173,22 @@ def test_activations_far_out(activation):
     torch.testing.assert_close(y.double(), act(p, activation), **tolerance)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_far_out(activation, dtype, backend):
+    """Where e^p leaves float32, and where it leaves float64: y = p and dx = 1 on the right, both 0 on the left."""
+    points = torch.tensor([40.0, 87, 88.5, 89, 104, 708, 710, 800, 1e4, 6e4, 1e10, 1e14], dtype=torch.float64)
+    points = points[points < torch.finfo(dtype).max].to(dtype)
+    for sign in (1.0, -1.0):
+        x = (sign * points).view(-1, 1).requires_grad_()
+        eye = torch.eye(1, dtype=dtype)
+        y = tfk.ops.ffn(x, eye, None, eye, None, activation=activation, backend=backend)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(y, x.clamp(min=0), rtol=0, atol=1e-12)
+        torch.testing.assert_close(dx, torch.full_like(dx, max(sign, 0.0)), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_numbers_are_exact(dtype):
     """Products of small whole numbers have one right answer, whatever the order of the sums."""

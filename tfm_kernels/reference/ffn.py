@@ -48,4 +48,4 @@ def activate(p: Tensor, activation: str) -> Tensor:
         return 0.5 * p * (1.0 + torch.erf(p / math.sqrt(2.0)))
     if activation == "gelu_tanh":
         return 0.5 * p * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (p + 0.044715 * p**3)))
-    return p / (1.0 + torch.exp(-p))
+    return p * torch.sigmoid(p)  # not p / (1 + e^-p), whose gradient is inf/inf where e^-p overflows
