@@ -14,6 +14,7 @@ from tfm_kernels.ops.layer_norm import BWD, FWD, layer_norm_of_sum
 BACKENDS = ["reference", "aten", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SEED = torch.tensor(20261121)
+NAN = float("nan")
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -131,13 +132,30 @@ def test_dropout_at_the_ends(backend):
     y, z = tfk.ops.add_layer_norm(x, residual, dropout_p=1.0, seed=SEED, backend=backend)
     assert torch.equal(z, residual)
     x[0, 0] = float("inf")  # a dropped element is dropped, not multiplied by 0
-    if backend != "aten":
-        _, z = tfk.ops.add_layer_norm(x, residual, dropout_p=1.0, seed=SEED, backend=backend)
-        assert torch.equal(z, residual)
+    _, z = tfk.ops.add_layer_norm(x, residual, dropout_p=1.0, seed=SEED, backend=backend)
+    assert torch.equal(z, residual)
     x = randn(3, 8)
     plain = tfk.ops.add_layer_norm(x, residual, backend=backend)
     zero = tfk.ops.add_layer_norm(x, residual, dropout_p=0.0, seed=SEED, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(plain, zero, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("norm", [tfk.ops.add_layer_norm, tfk.ops.add_rms_norm])
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_dropped_elements_reach_nothing(norm, bad, backend):
+    """Neither what lies there nor the gradient that arrives there; one that 1 / (1 - p) takes out of float16 too."""
+    keep = dropout.keep_mask(SEED, 0.5, torch.arange(4), 16)
+    clean, residual = randn(4, 16, dtype=torch.float16), randn(4, 16, dtype=torch.float16, seed=1)
+    found = []
+    for x in (clean, clean.masked_fill(~keep, bad)):
+        x.requires_grad_()
+        y, z = norm(x, residual, dropout_p=0.5, seed=SEED, backend=backend)
+        dz = torch.full_like(z, 1.0).masked_fill(~keep, 6e4)
+        found.append((y, z, *torch.autograd.grad((y, z), x, (randn(4, 16, dtype=torch.float16, seed=2), dz))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    dx = found[0][2]
+    assert dx.isfinite().all() and (dx[~keep] == 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -42,5 +42,5 @@ def add(x: Tensor, residual: Tensor, dropout_p: float, seed: Tensor | None, rows
         if rows is None:
             rows = torch.arange(x.numel() // max(x.shape[-1], 1), device=x.device)
         keep = dropout.keep_mask(seed, dropout_p, rows, x.shape[-1]).view(x.shape)
-        x = x * keep * dropout.keep_scale(dropout_p)
+        x = torch.where(keep, x * dropout.keep_scale(dropout_p), 0.0)
     return residual + x
