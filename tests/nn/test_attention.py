@@ -232,3 +232,14 @@ def test_an_output_projection_of_another_class_is_called():
     before = module(x, x, x, need_weights=False)[0]
     module.out_proj.__class__ = Doubled
     assert torch.equal(module(x, x, x, need_weights=False)[0], 2 * before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_two_floating_masks_are_summed_as_scores_are(backend, dtype):
+    """Two of the least finite number leave every key seen, and all alike; torch's sum is -inf, and its weights NaN."""
+    module = tfk.nn.MultiheadAttention(8, 2, batch_first=True, dtype=dtype, backend=backend)
+    x, least = torch.randn(2, 4, 8, dtype=dtype), torch.finfo(dtype).min
+    masks = {"attn_mask": torch.full((4, 4), least), "key_padding_mask": torch.full((2, 4), least)}
+    _, weights = module(x, x, x, **{name: mask.to(dtype) for name, mask in masks.items()})
+    assert (weights == 0.25).all()

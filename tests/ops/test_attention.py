@@ -103,6 +103,36 @@ def test_the_least_finite_bias_gives_the_mean_and_minus_infinity_hides(backend, 
     )
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_mask_and_a_bias_are_summed_as_scores_are(backend, dtype, again):
+    """In float32 at least, for both that are narrower; a call like one before takes a shorter way."""
+    q, k = torch.zeros(1, 2, 3, 8, dtype=dtype), torch.zeros(1, 2, 2, 8, dtype=dtype)
+    v = torch.zeros(1, 2, 2, 8, dtype=dtype)
+    v[:, :, 1] = 1.0  # the output is the weight of key 1
+
+    def weight(mask, bias):
+        for _ in range(1 + again):
+            out = tfk.ops.attention(q, k, v, mask, bias=bias, backend=backend)
+        return out
+
+    narrow = torch.finfo(dtype).bits == 16
+    large = torch.full((3, 2), 2 / torch.finfo(dtype).eps if narrow else 2.0, dtype=dtype)  # + 1 needs 17 bits
+    bias = torch.tensor([0.0, 1.0], dtype=dtype).expand(1, 2, 3, 2).clone().requires_grad_()
+    out, tolerance = weight(large, bias), {"rtol": 0, "atol": 2 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(out, torch.full_like(out, 1 / (1 + math.exp(-1))), **tolerance)
+    (dbias,) = torch.autograd.grad(out[..., 0].sum(), bias)
+    slope = math.exp(-1) / (1 + math.exp(-1)) ** 2
+    torch.testing.assert_close(dbias, torch.tensor([-slope, slope], dtype=dtype).expand_as(bias), **tolerance)
+
+    least = torch.full((3, 2), torch.finfo(dtype).min, dtype=dtype)
+    assert torch.equal(weight(least, least[None, None]), torch.full_like(q, 0.5))  # finite: the mean
+    hidden = torch.tensor([-math.inf, 0.0], dtype=dtype).expand(3, 2)
+    assert torch.equal(weight(hidden, -least[None, None]), torch.ones_like(q))
+    assert torch.equal(weight(least, hidden[None, None]), torch.ones_like(q))
+
+
 HIDDEN_TAIL = {
     "lengths": lambda: Mask.lengths(torch.tensor([4, 4])),
     "keep per key": lambda: Mask.keep((torch.arange(7) < 4).expand(2, 1, 1, 7)),

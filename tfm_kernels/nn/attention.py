@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .. import _check, ops
 from .._autocast import autocast_dtype
 from ..mask import Mask
+from ..ops.attention_call import bias_sum
 from ..ops.attention_step import attention_step
 from . import _arguments
 from ._bypass import ordinary, plain
@@ -309,7 +310,7 @@ def masks(
             mask = mask & Mask.hide(given)
         else:
             given = given if given.dtype == query.dtype else given.float()
-            bias = given if bias is None else bias + given
+            bias = given if bias is None else bias_sum(bias, given)
     if extra:
         mask, bias = _padded(mask, sizes, query, extra), None if bias is None else F.pad(bias, (0, extra))
     return (None if _shows_all(mask) else mask), bias

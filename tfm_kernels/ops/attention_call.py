@@ -102,7 +102,7 @@ def checked_call(
         if mask.dtype == torch.bool:
             mask = Mask(keep_matrix=four)
         else:
-            mask, bias = EVERYTHING, four if bias is None else four + bias
+            mask, bias = EVERYTHING, four if bias is None else bias_sum(four, bias)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     queries, keys = query.shape[2], key.shape[2]
     return AttentionCall(
@@ -212,7 +212,15 @@ def mask_and_bias(
             f"got {_check.dtype_name(mask.dtype)}"
         )
     added = _broadcastable(op, "mask", mask, query, sizes)
-    return EVERYTHING, added if bias is None else added + bias
+    return EVERYTHING, added if bias is None else bias_sum(added, bias)
+
+
+def bias_sum(a: Tensor, b: Tensor) -> Tensor:
+    """Two biases as one, in float32 at least: -inf hides whatever the other says, and what is finite stays finite."""
+    total = a.to(torch.promote_types(a.dtype, torch.float32)) + b
+    limit = torch.finfo(total.dtype).max
+    total = torch.where(a.isfinite() & b.isfinite(), total.clamp(-limit, limit), total)
+    return total.masked_fill((a == -torch.inf) | (b == -torch.inf), -torch.inf)
 
 
 def _broadcastable(op: str, name: str, tensor: Tensor, query: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
