@@ -146,6 +146,18 @@ def test_pooling():
         assert torch.equal(model.features(empty)[1], torch.zeros(16)) and model(empty).isfinite().all()
 
 
+def test_the_mean_of_a_long_text_does_not_overflow():
+    """Its sum is more than float16 holds, and its count has more digits; padding changes nothing."""
+    model = small("classifier", max_length=2400).half()
+    with torch.no_grad():
+        for layer in model.encoder.layers:
+            layer.norm2.bias.fill_(30.0)
+    ids = torch.randint(1, V, (1, 2303))
+    alone, padded = model.features(ids), model.features(torch.nn.functional.pad(ids, (0, 1)))
+    assert padded.dtype == torch.float16
+    torch.testing.assert_close(padded, alone, rtol=2**-10, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["translation", "masked", "causal"])
 def test_shared_embeddings_are_one_parameter(kind):
     model = small(kind, dtype=torch.float64, share_embeddings=True)
