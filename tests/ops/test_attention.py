@@ -342,6 +342,11 @@ def test_scaled_dot_product_attention_is_torchs(backend):
     flat = [t[:, 0] for t in (q, k, v)]
     ours = tfk.ops.scaled_dot_product_attention(*flat, attn_mask=torch.ones(2, 5, 7) > 0, backend=backend)
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(*flat))
+    unbatched = {"query": q[0], "key": k[0], "value": v[0], "enable_gqa": True}  # its leading axis counts heads
+    for mask in (randn(4, 5, 7, dtype=torch.float64), torch.rand(4, 1, 7) < 0.9, torch.rand(1, 5, 7) < 0.9):
+        ours = tfk.ops.scaled_dot_product_attention(**unbatched, attn_mask=mask, backend=backend)
+        theirs = F.scaled_dot_product_attention(**unbatched, attn_mask=mask)
+        torch.testing.assert_close(ours, theirs.nan_to_num(0.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -55,11 +55,11 @@ def describe(
     mask: Mask | Tensor | None = Mask.causal() if is_causal else None
     if query.dim() == 4 and query.shape[0] == key.shape[0] and (enable_gqa or query.shape[1] == key.shape[1]):
         if attn_mask is not None:
-            mask = _mask(attn_mask, query, key, query.shape[:2])
+            mask = _mask(attn_mask, query, key, query.shape[:2], enable_gqa)
         return describe_dense(_NAME, query, key, value, mask, None, scale, dropout_p, None, False, True)
     leading = _leading(query, key, value, enable_gqa)
     if attn_mask is not None:
-        mask = _mask(attn_mask, query, key, leading)
+        mask = _mask(attn_mask, query, key, leading, enable_gqa)
     query, key, value = (_four_dims(t, leading, enable_gqa) for t in (query, key, value))
     return describe_dense(_NAME, query, key, value, mask, None, scale, dropout_p, None, False, True)
 
@@ -88,7 +88,7 @@ def _four_dims(tensor: Tensor, leading: torch.Size, enable_gqa: bool) -> Tensor:
     return tensor.reshape(math.prod(leading[:-1]), heads, *tensor.shape[-2:])
 
 
-def _mask(attn_mask: Tensor, query: Tensor, key: Tensor, leading: torch.Size) -> Tensor:
+def _mask(attn_mask: Tensor, query: Tensor, key: Tensor, leading: torch.Size, enable_gqa: bool) -> Tensor:
     """attn_mask with torch's broadcasting to (..., H, Tq, Tk), as four dimensions."""
     full = (*leading, query.shape[-2], key.shape[-2])
     if (
@@ -102,10 +102,8 @@ def _mask(attn_mask: Tensor, query: Tensor, key: Tensor, leading: torch.Size) ->
             f"{_NAME}: attn_mask must have at least 2 dimensions and broadcast to {full}, "
             f"got shape {tuple(attn_mask.shape)}"
         )
-    if len(leading) == 1:
-        attn_mask = attn_mask if attn_mask.dim() == 2 else attn_mask.unsqueeze(1)
-    elif attn_mask.dim() == 3:
-        attn_mask = attn_mask.unsqueeze(0)
+    if attn_mask.dim() == 3:  # its first axis is the batch where that is the only axis there is, else the heads
+        attn_mask = attn_mask.unsqueeze(1 if len(leading) == 1 and not enable_gqa else 0)
     if len(leading) <= 2:
         return attn_mask
     attn_mask = attn_mask.expand(*leading, *attn_mask.shape[-2:])
