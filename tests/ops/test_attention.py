@@ -174,6 +174,19 @@ def test_nan_where_it_is_seen(backend, keys):
     assert out[0, 0, :, 1].isnan().all() and out[1].isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])  # PyTorch's gives every key of the head a gradient of NaN
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_a_query_row_of_nan_reaches_the_keys_that_it_sees_alone(backend, bad):
+    clean, dirty = qkv(queries=7), qkv(queries=7)
+    with torch.no_grad():
+        dirty[0][0, 1, 2] = bad
+    found, expected = run(backend, *dirty, Mask.causal()), run(backend, *clean, Mask.causal())
+    for a, b, reached in zip(found, expected, (2, 2, slice(0, 3), slice(0, 3)), strict=True):
+        rest = torch.ones_like(a, dtype=torch.bool)
+        rest[0, 1, reached] = False
+        assert a[0, 1, reached].isnan().all() and torch.equal(a[rest], b[rest])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("queries, keys", [(5, 5), (3, 7), (7, 3)])
 def test_causal_is_top_left_unless_told_otherwise(backend, queries, keys):

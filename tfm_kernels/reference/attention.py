@@ -89,7 +89,8 @@ def _attend(
     k = key.double().repeat_interleave(group, dim=1).masked_fill(~seen, 0.0)
     v = value.double().repeat_interleave(group, dim=1).masked_fill(~seen, 0.0)
 
-    x = (q @ k.transpose(-1, -2)) * scale  # A.1
+    sound = (q * 0.0).sum(-1, keepdim=True)  # NaN for a row of NaN or inf, else 0; what hides hides it too
+    x = (q.where(sound == 0.0, 0.0) @ k.transpose(-1, -2)) * scale + sound  # A.1
     if bias is not None:
         x = x + bias.double().masked_fill(bias == -torch.inf, 0.0)
     x = x.masked_fill(~visible, -torch.inf)
@@ -98,7 +99,7 @@ def _attend(
     e = (x - shift).exp()
     total = e.sum(-1, keepdim=True).masked_fill(~sees, 1.0)
     lse = (shift + total.log()).masked_fill(~sees, -torch.inf).squeeze(-1)  # A.2
-    p = e / total  # A.3
+    p = (e / total).masked_fill(~visible, 0.0)  # A.3
     if factors is not None:
         p = p * factors
     out = (p @ v).masked_fill(~sees, 0.0)  # A.4
