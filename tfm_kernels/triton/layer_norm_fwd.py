@@ -118,11 +118,11 @@ def row_rstd(squares, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def normalize_tile(
-    z, mean, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, first, M, N,
+    centred, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, first, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """LN.3: y of a tile of z, written."""
-    y = (z - mean[:, None]) * rstd[:, None]
+    """LN.3: y of a tile of z - mean, written."""
+    y = centred * rstd[:, None]
     if weight_ptr is not None:
         y *= load_columns(weight_ptr, first, N, BLOCK_N, ALIGNED)
     if bias_ptr is not None:
@@ -146,7 +146,7 @@ def layer_norm_fwd_kernel(
     mean, _ = settle(mean, centre(z, mean, 0, N, BLOCK_N, ALIGNED), mean_ptr, offs_m, M, N, BLOCK_M)
     centred = centre(z, mean, 0, N, BLOCK_N, ALIGNED)
     rstd = row_rstd(tl.sum(centred * centred, 1), rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
-    normalize_tile(z, mean, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, 0, M, N, BLOCK_M, BLOCK_N, ALIGNED)
+    normalize_tile(centred, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, 0, M, N, BLOCK_M, BLOCK_N, ALIGNED)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -183,7 +183,8 @@ def layer_norm_fwd_walk_kernel(
     rstd = row_rstd(squares, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
     for first in range(0, N, BLOCK_N):
         z = load_tile(x_ptr, offs_m, first, M, N, x_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-        normalize_tile(z, mean, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, first, M, N, BLOCK_M, BLOCK_N, ALIGNED)
+        centred = z - mean[:, None]
+        normalize_tile(centred, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, first, M, N, BLOCK_M, BLOCK_N, ALIGNED)
 
 
 def layer_norm_fwd(
