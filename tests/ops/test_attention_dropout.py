@@ -67,6 +67,19 @@ def test_dropout_is_the_shared_rule(backend):
     assert torch.equal(tfk.ops.attention(q, v, v, dropout_p=0.0, seed=SEED, backend=backend), plain)
 
 
+def test_the_shown_rows_and_heads_of_the_weights_are_those_that_dropout_left():
+    """attention_weights counts rows as the whole call does, whichever of them it is asked for."""
+    make = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(2, 3, length, 8, generator=make, dtype=torch.float64) for length in (11, 9))
+    random, rows, heads = {"dropout_p": 0.4, "seed": SEED}, [7, 0, 10], [2, 0]
+    _, lse = tfk.ops.attention(q, k, k, return_lse=True, **random, backend="reference")
+    keep = dropout.keep_mask(SEED, 0.4, dropout.attention_rows(2, 3, 11, "cpu"), 9)
+    expected = (q @ k.transpose(-1, -2) * 8**-0.5).softmax(-1) * keep / 0.6
+    torch.testing.assert_close(tfk.ops.attention_weights(q, k, lse, **random), expected)
+    some = tfk.ops.attention_weights(q, k, lse, **random, rows=rows, heads=heads)
+    torch.testing.assert_close(some, expected[:, heads][:, :, rows])
+
+
 def test_checkpointed_recompute_draws_the_same_mask():
     q, k, v = (torch.randn(2, 4, 5, 8, requires_grad=True) for _ in range(3))
     call = lambda q: tfk.ops.attention(q, k, v, dropout_p=0.5, backend="cpu")
