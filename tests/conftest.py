@@ -5,9 +5,9 @@ import torch
 
 from tfm_kernels import _measured, tuning
 from tfm_kernels._backend import BACKENDS, Choices
-from tfm_kernels.testing.judge import MEASURED
+from tfm_kernels.testing.judge import COMPOSED
 
-MEASURED_EVERY = 9  # reference and aten are no kernels of ours: a sample shows that they compute the same function
+COMPOSED_EVERY = 9  # reference and aten are no kernels of ours: a sample shows that they compute the same function
 
 
 def pytest_addoption(parser):
@@ -26,10 +26,10 @@ def pytest_generate_tests(metafunc):
     if "judged_backend" in metafunc.fixturenames:
         from tests.cases import CASES  # here, because making the list takes seconds that other tests need not wait for
 
-        pairs = [(case, name) for name in named for case in (CASES[::MEASURED_EVERY] if name in MEASURED else CASES)]
+        pairs = [(case, name) for name in named for case in (CASES[::COMPOSED_EVERY] if name in COMPOSED else CASES)]
         metafunc.parametrize("case, judged_backend", pairs, ids=[f"{name}-{case.id}" for case, name in pairs])
     if "kernel" in metafunc.fixturenames:
-        metafunc.parametrize("kernel", [name for name in named if name not in MEASURED])
+        metafunc.parametrize("kernel", [name for name in named if name not in COMPOSED])
 
 
 @pytest.fixture(scope="session")

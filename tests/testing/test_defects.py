@@ -31,8 +31,9 @@ def clean(op, build, dtype, tile):
 def test_caught(defect, dtype):
     inputs, douts = clean(defect.op, defect.build, dtype, defect.tile)
     wrong = emulate(defect.op, inputs, douts, tile=defect.tile, hooks=defect.hooks)
-    report = judge(defect.op, inputs, *wrong, douts, backend="planted")
-    assert not report.passed, f"not caught: {report}"
+    for backend in ("planted", "reference"):  # which is judged as kernels are
+        report = judge(defect.op, inputs, *wrong, douts, backend=backend)
+        assert not report.passed, f"not caught: {report}"
 
 
 def test_there_are_enough_of_them():

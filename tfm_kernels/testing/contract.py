@@ -90,8 +90,8 @@ def assert_contract(
 
     Forward and backward run twice and must repeat bit for bit; the inputs must be left as they were; every output and
     gradient must lie within the error that rounding explains (C1), be no worse than the same formula in eager PyTorch
-    (C2) and not lean to one side (C3). Backends "reference" and "aten" are measured; they fail only where they compute
-    something else.
+    (C2) and not lean to one side (C3). The errors of backend "aten", PyTorch's own functions, are measured; they fail
+    only where no rounding explains them.
 
     Args:
         op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn"

@@ -30,7 +30,9 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
         exact = inputs["residual"].double() + added
         # The scaled x is a float32 number before it is added (and so is the scale): it shows where the sum cancels.
         dropped = 0 if keep is None else 2 * r.sums * added.abs()
-        expected["z"] = Expected(exact, r.unit * exact.abs() + r.tiny + dropped, dtype)
+        own = rounding(x.dtype)
+        between = own.unit * added.abs() + own.tiny  # PyTorch stores the scaled x in its own type
+        expected["z"] = Expected(exact, r.unit * exact.abs() + r.tiny + dropped, dtype, between=between)
         z = outputs["z"].double()  # the rounded one, as the contract says
     else:
         z = x.double()
@@ -60,31 +62,42 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     dz = rstd * (g - (g.mean(-1, keepdim=True) if centred else 0) - xhat * (g * xhat).sum(-1, keepdim=True) / degrees)
     sizes = g.abs() + g.abs().mean(-1, keepdim=True) + (1 + xhat.abs()) * (g * xhat).abs().mean(-1, keepdim=True)
     slack = 16 * r.sums * rstd * sizes * kappa
+    between = r.unit * rstd * sizes  # PyTorch's backward rounds a row's statistics to the storage type
+    summed = r.unit * dz.abs()
     if dz_out is not None:
         dz = dz + dz_out.double()
+        summed = summed + r.unit * dz.abs()
         slack = slack + 2 * r.sums * dz_out.double().abs()
     if "residual" in inputs:
         # A tensor narrower than z is rounded twice: in z's type, then in its own.
         residual, zeros = inputs["residual"].dtype, None if keep is None else ~keep
         own = rounding(residual)
-        expected["dresidual"] = Expected(dz, own.unit * dz.abs() + own.tiny + slack, residual, extra=few)
+        bound = own.unit * dz.abs() + own.tiny + slack
+        expected["dresidual"] = Expected(dz, bound, residual, extra=few, summed=summed, between=between)
         own = rounding(x.dtype)
         dx, slack = _drop(dz, keep, inputs), _drop(slack, keep, inputs) + 2 * r.sums * _drop(dz, keep, inputs).abs()
-        expected["dx"] = Expected(dx, own.unit * dx.abs() + own.tiny + slack, x.dtype, zeros, extra=few)
+        bound, summed = own.unit * dx.abs() + own.tiny + slack, _drop(summed, keep, inputs)
+        between = _drop(between, keep, inputs)
+        expected["dx"] = Expected(dx, bound, x.dtype, zeros, extra=few, summed=summed, between=between)
     else:
-        expected["dx"] = Expected(dz, r.unit * dz.abs() + r.tiny + slack, dtype, extra=few)
+        expected["dx"] = Expected(dz, r.unit * dz.abs() + r.tiny + slack, dtype, extra=few, between=between)
 
     over_rows = lambda t: t.reshape(count, width).sum(0)  # noqa: E731
+    # PyTorch casts float32 parameters to the storage type, and the gradients of the cast ones back
+    cast = lambda value, absolute: r.unit * (value.abs() + absolute) + r.tiny  # noqa: E731
     if weight is not None:
         # Tighter than u (|R| + A): norms round nothing to 16 bits on the way, so their sums have to be float32's.
         dw = over_rows(dy * xhat)
-        bound = sum_bound(dw, over_rows((dy * xhat).abs()), count, dtype, weight.dtype)
+        absolute = over_rows((dy * xhat).abs())
+        bound = sum_bound(dw, absolute, count, dtype, weight.dtype)
         bound = bound + 8 * r.sums * over_rows(dy.abs() * kappa * (1 + xhat.abs()))
-        expected["dweight"] = Expected(dw, bound, weight.dtype, extra=few + walk(count))
+        between = cast(dw, absolute)
+        expected["dweight"] = Expected(dw, bound, weight.dtype, extra=few + walk(count), between=between)
     if bias is not None:
         db = over_rows(dy)
-        bound = sum_bound(db, over_rows(dy.abs()), count, dtype, bias.dtype)
-        expected["dbias"] = Expected(db, bound, bias.dtype, extra=walk(count))
+        absolute = over_rows(dy.abs())
+        bound = sum_bound(db, absolute, count, dtype, bias.dtype)
+        expected["dbias"] = Expected(db, bound, bias.dtype, extra=walk(count), between=cast(db, absolute))
     return expected
 
 

@@ -56,6 +56,10 @@ class Expected:
             algorithms differ.
         fair: whether the eager formula's error is a measure at all (C2): not where it is exact by luck, or rests on a
             handful of independent roundings.
+        summed: what autograd adds to the error where it sums two gradients of one tensor, each rounded to its type:
+            for reference and aten, which are composed of PyTorch's functions. None where it sums nothing.
+        between: what PyTorch's functions add that round to the storage type what the next one reads: for aten. None
+            where the bound holds such roundings anyway.
     """
 
     value: Tensor
@@ -64,6 +68,8 @@ class Expected:
     zeros: Tensor | None = None
     extra: float = 0.0
     fair: bool = True
+    summed: Tensor | None = None
+    between: Tensor | None = None
 
 
 def reach(t: Tensor, dtype: torch.dtype) -> Tensor:
