@@ -21,15 +21,15 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    """``case, judged_backend``: every case for kernels, a sample for what is only measured; ``kernel``: the kernels."""
+    """``case, judged_backend``: every case for kernels, a sample for compositions; ``any_backend``: all named ones."""
     named = metafunc.config.getoption("--backend").split(",")
     if "judged_backend" in metafunc.fixturenames:
         from tests.cases import CASES  # here, because making the list takes seconds that other tests need not wait for
 
         pairs = [(case, name) for name in named for case in (CASES[::COMPOSED_EVERY] if name in COMPOSED else CASES)]
         metafunc.parametrize("case, judged_backend", pairs, ids=[f"{name}-{case.id}" for case, name in pairs])
-    if "kernel" in metafunc.fixturenames:
-        metafunc.parametrize("kernel", [name for name in named if name not in COMPOSED])
+    if "any_backend" in metafunc.fixturenames:
+        metafunc.parametrize("any_backend", named)
 
 
 @pytest.fixture(scope="session")

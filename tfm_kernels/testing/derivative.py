@@ -37,7 +37,7 @@ def assert_opcheck(op: str, inputs: Mapping[str, Any], backend: str) -> list[str
     Args:
         op: the public function's name.
         inputs: its arguments.
-        backend: the backend to name, one with registered operators.
+        backend: the backend to name; reference and aten call no registered operators.
 
     Returns:
         The names of the operators that were checked.
