@@ -6,28 +6,28 @@ function: sizes that are tied to another argument, tensors that share a dtype or
 
 import functools
 import itertools
+import re
 
 import pytest
 import torch
 
 import tfm_kernels as tfk
 
-BACKENDS = [None, "reference", "aten", "cpu"]
+# PyTorch says that it will not have quantized tensors for ever, and that those of sparse rows are new
+pytestmark = pytest.mark.filterwarnings("ignore:.*(deprecated|beta state)")
+
+BACKENDS = [None, *tfk._backend.BACKENDS]  # a bad call is refused before the backend is asked
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 NOT_TENSORS = ["x", 1.5, [1.0], object()]
-NOT_FLOATING = [torch.int64, torch.int8, torch.bool, torch.complex64]
+NOT_FLOATING = [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 NUMBERS = ["0.1", [], float("nan"), -0.5, True]
-PROBABILITIES = [*NUMBERS, None, 1.0001, float("inf")]
+PROBABILITIES = [*NUMBERS, None, 1.0001, float("inf"), 10**30]
 EPS = [*NUMBERS, float("inf")]
-SEEDS = [
-    7,
-    "7",
-    torch.tensor(7.0),
-    torch.tensor([7]),
-    torch.tensor(7, dtype=torch.int32),
-    torch.tensor(7, device="meta"),
-]
+SEEDS = [7, "7", *(torch.tensor(7, **kind) for kind in ({"dtype": torch.int32}, {"device": "meta"}))]
+SEEDS += [torch.tensor(7.0), torch.tensor([7])]
 FLAGS = [1, None, "yes"]
+# tensor -> the arguments that a size of it is tied to, whose sentence it may be
+PARTNERS = {"query": ("cu_seqlens_q", "key", "bias"), "key": ("cu_seqlens_k", "value", "query"), "x": ("w1", "weight")}
 BACKEND_NAMES = ["cuda:0", "", 3, "CPU", ("cpu",)]
 
 
@@ -118,7 +118,7 @@ FUNCTIONS = {
             "deterministic": FLAGS,
             "mask": ["causal", 1, torch.ones(2, 5, 6, dtype=torch.bool), torch.ones(5, 7, dtype=torch.bool)]
             + [torch.ones(5, dtype=torch.bool), torch.ones(5, 6, dtype=torch.int64), torch.ones(3, 1, 1, 6) > 0]
-            + [tfk.Mask.lengths(torch.tensor(v)) for v in ([1], [1, 2, 3], [-1, 2], [2, 7])]
+            + [tfk.Mask.lengths(torch.tensor(v)) for v in ([1], [1, 2, 3], [-1, 2], [2, 7], [2, 2**62])]
             + [tfk.Mask.keep(torch.ones(*s, dtype=torch.bool)) for s in ((4, 6), (5, 5), (3, 1, 5, 6), (2, 3, 5, 6))],
         },
     ),
@@ -134,14 +134,15 @@ FUNCTIONS = {
             "seed": SEEDS,
             "return_lse": FLAGS,
             "deterministic": FLAGS,
-            "max_seqlen_q": ["4", None, -1, 3, 2.5, True],
-            "max_seqlen_k": ["5", None, -1, 4, 2.5, True],
+            "max_seqlen_q": ["4", None, -1, 3, 2.5, True, 2**31, 10**30],
+            "max_seqlen_k": ["5", None, -1, 4, 2.5, True, 2**31, 10**30],
             "cu_seqlens_q": [
                 torch.tensor(v) for v in ([0, 3], [1, 3, 7], [0, 5, 3], [0, 3, 8], [0, -1, 7], [[0, 3, 7]])
             ]
             + [torch.tensor([0.0, 3.0, 7.0]), torch.tensor([0, 2, 3, 7]), torch.tensor([], dtype=torch.int64)],
             "cu_seqlens_k": [
-                torch.tensor(v) for v in ([0, 9], [1, 4, 9], [0, 9, 4], [0, 4, 10], [0, -4, 9], [[0, 4, 9]])
+                torch.tensor(v)
+                for v in ([0, 4, 9, 9], [1, 4, 9], [0, 9, 4], [0, 4, 10], [0, -4, 9], [[0, 4, 9]], [0, 2**62, 9])
             ],
             "mask": ["causal", torch.ones(7, 9, dtype=torch.bool), tfk.Mask.lengths(torch.tensor([1, 2]))]
             + [tfk.Mask.keep(torch.ones(7, 9, dtype=torch.bool))],
@@ -172,33 +173,80 @@ FUNCTIONS = {
 }
 
 
+def dtype_name(tensor):
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def told(value):
+    """What a sentence may say of a value: its text, its type; of a tensor its dtype, shape (a mask's 4-D), numbers."""
+    if isinstance(value, torch.Tensor):
+        words = {str(tuple(value.shape)), str((1, 1, *value.shape)), dtype_name(value), str(value.device), "Tensor"}
+        words |= {str(value.shape[0])} if value.dim() == 1 else set()
+        return words | ({str(value.tolist())} if value.device.type == "cpu" else set())
+    if isinstance(value, tfk.Mask):
+        given = [t for t in (value.key_lengths, value.keep_matrix) if t is not None]
+        ends = {f"{int(t.min())} to {int(t.max())}" for t in given if t.numel()}
+        return ends | {value.explain()} | {word for t in given for word in told(t)}
+    return {str(value), repr(value), type(value).__name__}
+
+
+def no_grids(tensor):
+    """Tensors of the same shape that are no grid of numbers."""
+    yield tensor.to_sparse()
+    if tensor.dim() == 2:
+        yield tensor.to_sparse_csr()
+    if tensor.dtype == torch.float32:
+        yield tensor.to_mkldnn()
+
+
 def spoilt(name, dtype):
-    """(what was done, arguments) for every way to spoil one thing of a valid call of function ``name``."""
+    """(what was done, arguments, what the sentence has to say) for every way to spoil one thing of a valid call.
+
+    What it has to say is a list of words: it must hold each, and of a set in it one.
+    """
     build, tied, rank_free, required, one_dtype, options = FUNCTIONS[name]
     valid = build(dtype)
     tensors = {key: value for key, value in valid.items() if isinstance(value, torch.Tensor)}
+    floating = {key: tensor for key, tensor in tensors.items() if tensor.is_floating_point()}
     for key, tensor in tensors.items():
         for index, bad in enumerate(NOT_TENSORS):
-            yield f"{key} not a tensor ({index})", valid | {key: bad}
+            yield f"{key} not a tensor ({index})", valid | {key: bad}, [key, type(bad).__name__]
         if key in required:
-            yield f"{key} None", valid | {key: None}
-        if tensor.is_floating_point():
-            for bad in NOT_FLOATING:
-                yield f"{key} {bad}", valid | {key: tensor.to(bad)}
-        yield f"{key} on meta", valid | {key: tensor.to("meta")}
+            yield f"{key} None", valid | {key: None}, [key, "NoneType"]
+        if key in floating:
+            quantized = torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8)
+            for bad in (*(tensor.to(bad) for bad in NOT_FLOATING), quantized):
+                yield f"{key} {bad.dtype}", valid | {key: bad}, [key, "got", dtype_name(bad)]
+            for bad in no_grids(tensor) if name in ("ffn", "linear") else ():
+                yield f"{key} {bad.layout}", valid | {key: bad}, [key, "got", str(bad.layout)]
+        yield f"{key} on meta", valid | {key: tensor.to("meta")}, [key, "cpu", "meta"]
         if key not in rank_free:
-            yield f"{key} one more axis", valid | {key: tensor.unsqueeze(0)}
-            yield f"{key} one axis less", valid | {key: tensor.select(0, 0)}
+            for bad in (tensor.unsqueeze(0), tensor.select(0, 0)):
+                yield f"{key} of {bad.dim()} axes", valid | {key: bad}, [key, str(tuple(bad.shape))]
         for axis in tied.get(key, ()):
             longer = torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
-            yield f"{key} axis {axis} longer", valid | {key: longer}
-        other = torch.float16 if dtype == torch.float64 else torch.float64
+            for bad in (longer, *shorter(tensor, axis, key, name)):
+                shapes = {str(tuple(t.shape)) for t in (tensors | {key: bad}).values()} | {str(bad.shape[axis])}
+                tokens = {str(t.tolist()) for k, t in tensors.items() if k not in floating}
+                named = {key, *PARTNERS.get(key, ())}
+                yield f"{key} {tuple(bad.shape)}", valid | {key: bad}, [named, "got", shapes | tokens]
+        other = tensor.to(torch.float16 if dtype == torch.float64 else torch.float64)
         if key in one_dtype:
-            yield f"{key} {other}", valid | {key: tensor.to(other)}
+            mixed = valid | {key: other}
+            alone = name.endswith("norm") or (name == "attention" and key == "bias")  # they may differ from the others
+            each = [f"{k} {dtype_name(mixed[k])}" for k in floating if name != "attention" or k != "bias"]
+            yield f"{key} {other.dtype}", mixed, [key, "got", dtype_name(other)] if alone else each
     for option, values in options.items():
         for index, bad in enumerate(values):
             random = {"dropout_p": 0.5} if option in ("seed", "dropout_rows") else {}
-            yield f"{option} ({index})", valid | random | {option: bad}
+            yield f"{option} ({index})", valid | random | {option: bad}, [option, told(bad)]
+
+
+def shorter(tensor, axis, key, name):
+    """The tensor with this axis one shorter, and without any: sizes of 1 broadcast in a bias, no heads are a call."""
+    for size in {tensor.shape[axis] - 1, 0}:
+        if not (key == "bias" and size == 1 and name == "attention") and not (key == "query" and axis == 1 == 1 - size):
+            yield tensor.narrow(axis, 0, size)
 
 
 CASES = [
@@ -208,29 +256,45 @@ CASES = [
 ]
 
 
-def check_refusal(name, what, arguments, backend):
+def check_refusal(name, what, arguments, backend, wanted):
     try:
         getattr(tfk.ops, name)(**arguments, backend=backend)
     except (TypeError, ValueError) as error:
         sentence = str(error)
         assert sentence.startswith(f"{name}: "), f"{what}: {sentence}"
         assert "\n" not in sentence and len(sentence) < 300 and not sentence.endswith("."), f"{what}: {sentence}"
+        for words in wanted:
+            any_of = words if isinstance(words, set) else {words}
+            found = any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", sentence) for word in any_of)
+            assert found, f"{what}: none of {any_of} is said: {sentence}"
     else:
         raise AssertionError(f"{name} accepted: {what}")
 
 
 @pytest.mark.parametrize("name, dtype, backend", CASES, ids=lambda v: str(v).removeprefix("torch."))
 def test_spoilt_calls_are_refused(name, dtype, backend):
-    build = FUNCTIONS[name][0]
-    getattr(tfk.ops, name)(**build(dtype), backend=backend)  # the call that gets spoilt is a good one
-    for what, arguments in spoilt(name, dtype):
-        check_refusal(name, what, arguments, backend)
+    valid = FUNCTIONS[name][0](dtype)
+    if backend not in ("triton", "cuda"):
+        getattr(tfk.ops, name)(**valid, backend=backend)  # the call that gets spoilt is a good one
+    for what, arguments, wanted in spoilt(name, dtype):
+        if name.startswith("add_") and what.startswith("seed") and backend in ("triton", "cuda"):
+            continue  # the norms look at their seed when a backend is chosen
+        check_refusal(name, what, arguments, backend, wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_positions_than_can_be_counted_are_refused(backend):
+    shapes = {"query": (1, 1, 5, 8), "key": (1, 1, 2**31, 8), "value": (1, 1, 2**31, 8)}
+    endless = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}  # one number each
+    check_refusal("attention", "2**31 keys", endless, backend, ["Tk", "got", str(2**31)])
+    endless |= {"query": endless["key"], "key": endless["query"], "value": endless["query"]}
+    check_refusal("attention", "2**31 queries", endless, backend, ["Tq", "got", str(2**31)])
 
 
 def test_unknown_backends_are_refused():
     for name, (build, *_) in FUNCTIONS.items():
         for bad in BACKEND_NAMES:
-            check_refusal(name, f"backend={bad!r}", build(torch.float32), bad)
+            check_refusal(name, f"backend={bad!r}", build(torch.float32), bad, ["backend", repr(bad)])
 
 
 def test_there_are_thousands():
