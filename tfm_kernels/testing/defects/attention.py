@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from ... import dropout
 from ...mask import Mask
+from ..attention_problem import Problem
 from ..data import draw
 from ..emulations import Emulation, Hook
 from .defect import (
@@ -57,11 +62,23 @@ def _long(dtype: torch.dtype) -> Inputs:
     return {name: draw("randn", shape, dtype, generator) for name, shape in shapes.items()}
 
 
-def _packed(dtype: torch.dtype) -> Inputs:
+def _packed(dtype: torch.dtype, **options) -> Inputs:
     generator = torch.Generator().manual_seed(14)
     ends = torch.tensor([0, 40, 40, 75, 90], dtype=torch.int32)
     inputs: Inputs = {name: draw("randn", (90, 2, 32), dtype, generator) for name in ("query", "key", "value")}
-    return {**inputs, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 40, "max_seqlen_k": 40}
+    inputs |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 48, "max_seqlen_k": 40}
+    return {**inputs, **options}
+
+
+def _packed_with(**options) -> Build:
+    return lambda dtype: _packed(dtype, **options)
+
+
+def _packed_with_nan(dtype: torch.dtype) -> Inputs:
+    """The values of the third segment are NaN."""
+    inputs = _packed(dtype)
+    inputs["value"][40:75] = torch.nan
+    return inputs
 
 
 def _with(**options) -> Build:
@@ -74,6 +91,9 @@ _padded = _with(mask=Mask.lengths(torch.tensor([130, 61])))
 _hidden = _with(mask=Mask.lengths(torch.tensor([150, 0])))
 _biased = _with(bias=(1, HQ, TQ, TK))
 _dropped = _with(dropout_p=0.1)
+_causal_at_the_end = _with(mask=Mask.causal("bottom_right"))
+_window_at_the_end = _with(mask=Mask.window(9, 4, "bottom_right"))
+_packed_dropped = _packed_with(dropout_p=0.2, seed=torch.tensor(3))
 
 
 def _shifted(by: int) -> Hook:
@@ -81,8 +101,8 @@ def _shifted(by: int) -> Hook:
     return lambda t, run: torch.roll(t, by, -2)
 
 
-def _other_corner(t: Tensor, run: Emulation) -> Tensor:
-    return Mask.causal("bottom_right").dense(*t.shape)
+def _corner(align: Literal["top_left", "bottom_right"]) -> Hook:
+    return lambda t, run: Mask.causal(align).dense(*t.shape)
 
 
 def _leaky(t: Tensor, run: Emulation) -> Tensor:
@@ -130,16 +150,47 @@ def _short_segment(inputs: Inputs, run: Emulation) -> Inputs:
     return {**inputs, "cu_seqlens_k": ends}
 
 
+def _without(name: str) -> Hook:
+    """An argument of the packed call that nobody looks at."""
+    return lambda inputs, run: {**inputs, name: None}
+
+
+def _rows_by_the_longest(inputs: Inputs, run: Emulation) -> Inputs:
+    """Dropout's rows go by the longest segment there is, not by max_seqlen_q."""
+    return {**inputs, "max_seqlen_q": 40}
+
+
+def _rows_of_its_own(problem: Problem, run: Emulation) -> Problem:
+    """Dropout's rows begin anew with each segment."""
+    heads, queries = problem.query.shape[1:3]
+    rows = dropout.attention_rows(1, heads, queries, problem.query.device)
+    keep = dropout.keep_mask(torch.tensor(3), problem.dropout_p, rows, problem.key.shape[2])
+    return replace(problem, keep=keep)
+
+
+def _one_long_sequence(t: Tensor, run: Emulation) -> Tensor:
+    """What a segment does not see is taken 0 times, which is NaN for a NaN."""
+    return t + 0 * t.sum(0)
+
+
 def _plant(name: str, build: Build, step: str, hook: Hook, dtypes: tuple[torch.dtype, ...] | None = None) -> Defect:
     defect = Defect(name, "attention", build, {step: hook})
     return defect if dtypes is None else Defect(name, "attention", build, {step: hook}, dtypes)
 
 
+def _plant_packed(name: str, build: Build, step: str, hook: Hook) -> Defect:
+    return Defect(name, "attention_varlen", build, {step: hook})
+
+
 ATTENTION: tuple[Defect, ...] = (
     _plant("causal mask shows one future key", _causal, "attend", _shifted(-1)),
     _plant("causal mask hides the present key", _causal, "attend", _shifted(1)),
-    _plant("causal measured from the other corner", _causal, "attend", _other_corner),
+    _plant("causal measured from the other corner", _causal, "attend", _corner("bottom_right")),
+    _plant("bottom-right mask shows one future key", _causal_at_the_end, "attend", _shifted(-1)),
+    _plant("bottom-right mask hides the present key", _causal_at_the_end, "attend", _shifted(1)),
+    _plant("bottom-right mask measured from the top left", _causal_at_the_end, "attend", _corner("top_left")),
     _plant("window off by one", _with(mask=Mask.window(9, 4)), "attend", _shifted(1)),
+    _plant("bottom-right window off by one", _window_at_the_end, "attend", _shifted(-1)),
     _plant("padding key leaks", _padded, "attend", _leaky),
     _plant("one visible key dropped", _inputs, "attend", _one_key_less),
     _plant("last tile of keys lost", _inputs, "tiles", lambda t, run: t[:-1]),
@@ -182,5 +233,10 @@ ATTENTION: tuple[Defect, ...] = (
     _plant("dbias averaged", _biased, "dbias_full", times(0.5)),
     _plant("row without keys is not 0", _hidden, "empty", _empty_rows_hold(0.1)),
     _plant("row without keys is NaN", _hidden, "empty", _empty_rows_hold(torch.nan)),
-    Defect("segment one key short", "attention_varlen", _packed, {"segments": _short_segment}),
+    _plant_packed("segment one key short", _packed, "segments", _short_segment),
+    _plant_packed("mask of segments ignored", _packed_with(mask=Mask.causal()), "segments", _without("mask")),
+    _plant_packed("scale of segments ignored", _packed_with(scale=0.3), "segments", _without("scale")),
+    _plant_packed("dropout rows by the longest segment", _packed_dropped, "segments", _rows_by_the_longest),
+    _plant_packed("dropout rows of each segment alike", _packed_dropped, "segment", _rows_of_its_own),
+    _plant_packed("NaN crosses segments", _packed_with_nan, "packed", _one_long_sequence),
 )

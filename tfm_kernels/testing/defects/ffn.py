@@ -59,6 +59,7 @@ _tall = _with(rows=600)
 _gelu = _with(activation="gelu")
 _gelu_tall = _with(activation="gelu", rows=600)
 _dropped = _with(activation="gelu", dropout_p=0.1)
+_far = lambda dtype: _inputs(dtype, activation="silu", b1=torch.full((200,), 90.0, dtype=dtype))  # noqa: E731
 _gated = _with(activation="silu", gate=True)
 
 
@@ -75,6 +76,12 @@ def _without_dropout(t: Tensor, run: Emulation) -> Tensor:
     return activation(run.context["activation"], run.context["a"])
 
 
+def _overflowing_silu(t: Tensor, run: Emulation) -> Tensor:
+    """a e^a / (1 + e^a), whose e^a is inf for a beyond 88."""
+    a = run.context["a"]
+    return a * a.exp() / (1 + a.exp()) * run.context["c"]
+
+
 def _unscaled(t: Tensor, run: Emulation) -> Tensor:
     return (t > 0).to(t.dtype)
 
@@ -88,6 +95,7 @@ FFN: tuple[Defect, ...] = (
     _plant("gelu by tanh in place of erf", _around_minus_3("gelu"), "activation", _named("gelu_tanh")),
     _plant("gelu by erf in place of tanh", _around_minus_3("gelu_tanh"), "activation", _named("gelu")),
     _plant("silu's slope by gelu", _with(activation="silu"), "activation_bwd", _named("gelu")),
+    _plant("silu by an exp that overflows", _far, "h", _overflowing_silu),
     _plant("slope taken at the output", _gelu, "a_bwd", lambda t, run: activation("gelu", t)),
     _plant("relu passes gradients of negative inputs", _inputs, "a_bwd", lambda t, run: t.abs()),
     _plant("b1 missing", _inputs, "b1", missing),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..data import draw
 from ..emulations import Emulation, Hook
+from ..norm import kept
 from .defect import (
     NARROW,
     Build,
@@ -46,6 +47,16 @@ _narrow = _with(width=24)
 _sum = _with(residual=True, dropout_p=0.1)
 
 
+def _infinite_where_dropped(dtype: torch.dtype) -> Inputs:
+    """inf in elements that dropout takes away, every seventh row one."""
+    inputs = _sum(dtype)
+    keep = kept(inputs)
+    assert keep is not None
+    for row in range(0, keep.shape[0], 7):
+        inputs["x"][row, keep[row].logical_not().nonzero()[0]] = torch.inf
+    return inputs
+
+
 def _one_pass(t: Tensor, run: Emulation) -> Tensor:
     z, mean = run.context["z"], run.context["mean"]
     return (z.square().mean(-1, keepdim=True) - mean.square()).clamp(min=0)
@@ -61,6 +72,11 @@ def _no_eps(t: Tensor, run: Emulation) -> Tensor:
 
 def _mean_of_z(t: Tensor, run: Emulation) -> Tensor:
     return run.context["z"].mean(-1, keepdim=True)
+
+
+def _times_0(t: Tensor, run: Emulation) -> Tensor:
+    """A dropped element is multiplied by 0, which an infinite one survives as NaN."""
+    return t + 0 * run.context["x"]
 
 
 def _plant(
@@ -82,6 +98,7 @@ NORM: tuple[Defect, ...] = (
     _plant("biased in place of unbiased", _with(unbiased=True), "degrees", lambda n, run: n + 1),
     _plant("backward divides by N - 1", _narrow, "degrees_bwd", lambda n, run: n - 1),
     _plant("mean in 16 bits", _inputs, "mean", in_16_bits),
+    _plant("mean of a constant row rounded", _with(data="constant_rows"), "mean", in_16_bits, dtypes=(torch.float32,)),
     _plant("rstd in 16 bits", _inputs, "rstd", in_16_bits),
     _plant("xhat in 16 bits", _inputs, "xhat", in_16_bits),
     _plant("xhat of the backward in 16 bits", _inputs, "xhat_bwd", in_16_bits),
@@ -99,6 +116,7 @@ NORM: tuple[Defect, ...] = (
     _plant("dbias accumulated in 16 bits", _tall, "dbias_acc", in_16_bits),
     _plant("mean subtracted", _with(bias=False), "mean", _mean_of_z, "rms_norm"),
     _plant("dropout scale missing", _sum, "grow", one, "add_layer_norm"),
+    _plant("dropped elements times 0", _infinite_where_dropped, "z", _times_0, "add_layer_norm"),
     _plant("dropout differs in the backward", _sum, "keep_bwd", neighbour, "add_layer_norm"),
     _plant("dropout forgotten in the backward", _sum, "keep_bwd", one, "add_layer_norm"),
     _plant("gradient of z ignored", _sum, "dz", missing, "add_layer_norm"),

@@ -103,6 +103,7 @@ def attention_varlen(run: Emulation, inputs: Mapping[str, Any], douts: Mapping[s
     grads: dict[str, Tensor] = {n: torch.zeros_like(inputs[n]) for n in ("query", "key", "value")}
     dout, dlse = douts.get("out"), douts.get("lse")
     for rows, problem in segments_of(run.step("segments", inputs)):
+        problem = run.step("segment", problem)
         part: dict[str, Tensor | None] = {"out": None if dout is None else packed(dout, rows.query)}
         part["lse"] = None if dlse is None else dlse[:, rows.query].unsqueeze(0)
         run.backward = False
@@ -112,4 +113,4 @@ def attention_varlen(run: Emulation, inputs: Mapping[str, Any], douts: Mapping[s
         for name, grad in found.items():
             assert grad is not None
             grads[name][rows.query if name == "query" else rows.key] = grad[0].transpose(0, 1)
-    return {"out": out, "lse": lse}, dict(grads)
+    return {"out": run.step("packed", out), "lse": lse}, dict(grads)

@@ -25,7 +25,7 @@ def norm(run: Emulation, op: str, inputs: Mapping[str, Any], douts: Mapping[str,
     run.dtype = storage
     if "residual" in inputs:
         exact = inputs["residual"].to(run.wide) + drop(x.to(run.wide), keep)
-        run.context["exact"] = exact
+        run.context |= {"exact": exact, "x": x.to(run.wide)}
         z = outputs["z"] = run.store(exact, "z", storage)
     wide = run.context["z"] = run.step("z_read", z.to(run.wide))
     mean = run.context["mean"] = run.step(
