@@ -119,7 +119,18 @@ def _found():
         yield "attention", {"dtype": dtype, **plain, **shape, "keep": "none", "bias": "none", "return_lse": True}
 
 
-EXTRA = (*_large(), *_found())
+def _in_any_order():
+    """Gradients that need not repeat bit by bit; every other call asks for those that do."""
+    plain = {"data": "randn", "layout": "contiguous", "dropout_p": 0.1, "d": 32, "dv": "same", "scale": None}
+    for dtype in ("f32", "bf16"):
+        options = {"dtype": dtype, **plain, "band": "causal_br", "return_lse": True, "deterministic": False}
+        mask = {"key_lengths": "ragged", "keep": "none", "bias": "1hqk", "bias_dtype": "same"}
+        yield "attention", {**options, **mask, "lengths_qk": (97, 129), "heads": (2, 4, 2)}
+        options |= {"segments": "ragged", "self": False, "heads": (4, 2), "longer_maximum": True}
+        yield "attention_varlen", {**options, "return_lse": False, "dropout_p": 0.0}  # as aten too can run it
+
+
+EXTRA = (*_large(), *_found(), *_in_any_order())
 
 
 def word(name, level):
@@ -210,7 +221,11 @@ def attention(op, levels, g, device):
     inputs |= _dropout(levels, data, dtype, g, device)
     if levels["scale"] is not None:
         inputs["scale"] = levels["scale"]
-    return {**inputs, "return_lse": levels["return_lse"]}
+    return {**inputs, **_settings(levels)}
+
+
+def _settings(levels):
+    return {"return_lse": levels["return_lse"], "deterministic": levels.get("deterministic", True)}
 
 
 def _dropout(levels, data, dtype, g, device):
@@ -256,7 +271,7 @@ def attention_varlen(op, levels, g, device):
     }
     if levels["scale"] is not None:
         inputs["scale"] = levels["scale"]
-    return {**inputs, "return_lse": levels["return_lse"]}
+    return {**inputs, **_settings(levels)}
 
 
 def ffn(op, levels, g, device):
