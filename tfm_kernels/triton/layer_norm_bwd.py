@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _launch
-from ._tile import inside, keep_tile, load_columns, load_row_numbers, load_tile, store_tile
+from ._tile import keep_tile, load_columns, load_row_numbers, load_tile, store_tile
 
 MAX_FEATURES = 65536
 # As in layer_norm_fwd: compilations for one combination of storage types and of optional arguments, all shapes:
@@ -92,10 +92,13 @@ def load_xhat(
     z_ptr, mean, rstd, offs_m, first, M, N, z_stride_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) float32 of (z - mean) rstd; 0 in columns that do not exist, also where mean rstd is inf."""
+    """(BLOCK_M, BLOCK_N) float32 of (z - mean) rstd; in columns that do not exist finite, or NaN as the row is.
+
+    There it meets a g of 0; where mean rstd is inf, the product would be NaN. xhat itself is sqrt(N) at most.
+    """
     z = load_tile(z_ptr, offs_m, first, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-    there = inside(first + tl.arange(0, BLOCK_N), N, ALIGNED)[None, :]
-    return tl.where(there, (z - mean) * rstd, 0.0)
+    xhat = tl.maximum((z - mean) * rstd, -65536.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(xhat, 65536.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
