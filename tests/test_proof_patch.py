@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tfm_kernels as tfk
+from tfm_kernels.proof import prove_patched
 
 
 def encoder(**kwargs):
@@ -81,3 +83,107 @@ def test_a_bert_encoder_packed(train):
     assert report.passed, report.table()
     assert "encoder" in report.replaced and "encoder.layer.0" in report.replaced
     assert any("output.last_hidden_state: 22 of 64 positions are padding" in note for note in report.notes)
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    mask = (torch.arange(48) < torch.tensor([48, 5, 30, 12, 48, 48, 48, 44] * 2).unsqueeze(1)).long()
+    return transformers.LlamaForCausalLM(config), {"input_ids": torch.randint(100, (16, 48)), "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "train"), [(torch.float64, False), (torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
+)
+def test_a_llama_whose_norms_ask_for_float32_by_name(dtype, train):
+    """A truth that was rounded there would equal the original in float32 and leave nothing to measure by."""
+    model, inputs = llama()
+    model.train(train)
+    if train:
+        model.activation_checkpointing_enable()
+    report = tfk.prove(model, inputs, dtype=dtype)
+    assert report.passed, report.table()
+    norms = [row for row in report.rows if row.kind == "module" and row.module.endswith("norm")]
+    assert dtype == torch.float64 or norms and all(row.stock > 0.0 for row in norms)
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1 + 2.0**-20), (torch.bfloat16, 1.001)], ids=str)
+def test_a_planted_defect_in_an_rms_norm_fails(dtype, factor):
+    model, inputs = llama()
+
+    class TooLarge(type(model.model.norm)):
+        def forward(self, x):
+            x = x.float()
+            y = self.weight.float() * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+            return (y * factor).to(self.weight.dtype)
+
+    def patch(model):
+        tfk.patch(model)
+        norm = model.model.layers[1].input_layernorm
+        tfk.unpatch(norm)
+        norm.__class__ = TooLarge
+
+    report = prove_patched(model.eval(), inputs, dtype=dtype, patch=patch)
+    assert not report.passed
+    assert report.culprits == ["model.layers.1.input_layernorm"], report.table()
+
+
+class Biased(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 9, 9))
+
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias.unsqueeze(0))
+
+
+class FusedBiased(Biased):
+    error = 1.0
+
+    def forward(self, q, k, v):
+        return tfk.ops.attention(q, k, v, bias=self.bias.unsqueeze(0) * self.error, backend="cpu")
+
+
+class WrongBiased(FusedBiased):
+    error = 1.02
+
+
+def test_attention_in_bfloat16_whose_bias_learns():
+    """PyTorch computes it in float32; what bfloat16 costs is the measure, as where nothing learns."""
+    torch.manual_seed(0)
+    inputs = tuple(torch.randn(8, 4, 9, 128) for _ in range(3))
+    for cls in (FusedBiased, WrongBiased):
+        report = prove_patched(
+            Biased(), inputs, dtype=torch.bfloat16, patch=lambda model, cls=cls: setattr(model, "__class__", cls)
+        )
+        assert report.culprits == ([] if cls is FusedBiased else ["the model"]), report.table()
+    assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_t5_in_bfloat16(train):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=100, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu"
+    )
+    model = transformers.T5ForConditionalGeneration(config).train(train)
+    mask = (torch.arange(16) < torch.tensor([16, 5, 9, 12, 16, 16, 3, 16]).unsqueeze(1)).long()
+    inputs = {
+        "input_ids": torch.randint(100, (8, 16)),
+        "attention_mask": mask,
+        "decoder_input_ids": torch.randint(100, (8, 9)),
+    }
+    report = tfk.prove(model, inputs, dtype=torch.bfloat16)
+    assert report.passed, report.table()
+    assert "decoder.block.1.layer.0.SelfAttention" in report.replaced

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..testing.same_dropout import same_dropout
+from . import precision
 from .report import Row
 from .rule import Judge
 from .runs import SEED, Call, device_of, seeded
@@ -65,7 +66,7 @@ def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -
         def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
             if name not in calls:
                 try:
-                    calls[name] = Call(args, kwargs).to(dtype, all_gradients=True)
+                    calls[name] = Call(args, kwargs).to(None)
                 except Exception as error:  # an argument that cannot be copied: any class may refuse in its own way
                     notes.append(f"{name} was not fed alone: its arguments cannot be copied ({first_line(error)})")
                     calls[name] = Call((), {"uncopied": True})
@@ -75,7 +76,7 @@ def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -
     torch.backends.mha.set_fastpath_enabled(False)  # it would pass the children of a layer by
     device = device_of(model, call)
     try:
-        with torch.no_grad(), seeded(SEED, device), same_dropout(device):
+        with torch.no_grad(), seeded(SEED, device), same_dropout(device), precision.exactly(dtype):
             model(*call.args, **call.kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -84,7 +85,8 @@ def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -
     notes += [
         f"{name} was not fed alone: this call of the model does not reach it" for name in names if name not in calls
     ]
-    return {name: kept for name, kept in calls.items() if "uncopied" not in kept.kwargs}, notes
+    kept = {name: call for name, call in calls.items() if "uncopied" not in call.kwargs}
+    return {name: call.to(dtype, all_gradients=True) for name, call in kept.items()}, notes
 
 
 def compare_alone(
@@ -120,7 +122,8 @@ def compare_alone(
         stack = _is_stack(name, calls)
         yield from judge.compare("module", *trio.outputs(), module=name, leaning=None if stack else 0.05)
         gradients = [{f"gradient of {key}": value for key, value in found.items()} for found in trio.gradients()]
-        yield from judge.compare("module", *gradients, module=name, leaning=None if stack else 0.15)
+        leaning = None if stack else 0.15
+        yield from judge.compare("module", *gradients, module=name, leaning=leaning, rows_summed=trio.rows)
 
 
 def _is_stack(name: str, names: Iterable[str]) -> bool:

@@ -117,7 +117,7 @@ class ProofReport:
             name for name in alone if not any(other.startswith(f"{name}." if name else "") for other in alone - {name})
         ]
         if inner:
-            return sorted(inner)
+            return sorted(name or "the model" for name in inner)
         return sorted({row.module or "the model" for row in self.failures})
 
     def table(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +103,7 @@ def run(
     only: Collection[str] | None = None,
     ignored: Mapping[str, Tensor] = _NOTHING,
     seed: int = SEED,
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Run:
     """Forward, and backward where a graph is recorded.
 
@@ -114,28 +115,31 @@ def run(
         only: the outputs that are weighted, by name; None takes all.
         ignored: output -> bool over its leading axes, True at padding, which weighs nothing.
         seed: of the dropout masks.
+        within: gives the context that the model and ``loss_fn`` are called in.
     """
     model.zero_grad(set_to_none=True)
     device = device_of(model, call)
     with seeded(seed, device), same_dropout(device):
-        result = model(*call.args, **call.kwargs)
+        with within():
+            result = model(*call.args, **call.kwargs)
+            loss = None if loss_fn is None else loss_fn(result)
         outputs = named_tensors(result)
         done = Run({name: value.detach() for name, value in outputs.items()})
         if loss_fn is not None:
-            loss = loss_fn(result)
             if not (isinstance(loss, Tensor) and loss.numel() == 1):
                 raise ValueError(f"prove: loss_fn must return a tensor of one element, got {_described(loss)}")
             done.loss = loss.detach().double()
-            if loss.requires_grad:
-                loss.backward()
+            ends = {"loss": loss}
+            weights = {"loss": torch.ones_like(loss)}
         else:
-            outputs = {name: value for name, value in outputs.items() if only is None or name in only}
-            weights = {name: random_weights(name, value, dtype, ignored) for name, value in outputs.items()}
-            weighted = [(value.detach().double() * weights[n].double()).sum() for n, value in outputs.items()]
+            ends = {name: value for name, value in outputs.items() if only is None or name in only}
+            weights = {name: random_weights(name, value, dtype, ignored) for name, value in ends.items()}
+            weighted = [(value.detach().double() * weights[n].double()).sum() for n, value in ends.items()]
             done.loss = torch.stack(weighted).sum() if weighted else None
-            tensors = [name for name, value in outputs.items() if value.requires_grad]
-            if tensors:
-                torch.autograd.backward([outputs[n] for n in tensors], [weights[n] for n in tensors])
+        tensors = [name for name, value in ends.items() if value.requires_grad]
+        if tensors:
+            with within():  # a model that checkpoints runs again here
+                torch.autograd.backward([ends[n] for n in tensors], [weights[n] for n in tensors])
     leaves = {**dict(model.named_parameters()), **call.tensors()}
     done.gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     for leaf in leaves.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import padding
+from . import padding, precision
 from .runs import Call, Run, device_of, forward, run
 
 
@@ -60,6 +61,13 @@ class Trio:
         """The gradients of the three."""
         return [self.exact.gradients, self.stock.gradients, self.patched.gradients]
 
+    @property
+    def rows(self) -> int:
+        """Of the output that has most: over so many a gradient of a vector sums."""
+        return max(
+            (value.numel() // max(value.shape[-1:].numel(), 1) for value in self.exact.outputs.values()), default=0
+        )
+
 
 def run_three(
     models: Models,
@@ -88,13 +96,15 @@ def run_three(
     except Exception as error:  # whatever the model raises
         run(models.stock, call.to(None), dtype, loss_fn=loss_fn)
         raise PatchedFails(f"{type(error).__name__}: {first_line(error)}") from error
+    options: dict[str, Any] = {"loss_fn": loss_fn, "ignored": ignored}
     tell("original, forward and backward")
-    stock = run(models.stock, call.to(None), dtype, loss_fn=loss_fn, ignored=ignored)
+    stock = run(models.stock, call.to(None), dtype, **options, within=precision.in_its_own_dtype)
     if loss_fn is None and not patched.outputs.keys() <= stock.outputs.keys():  # more was weighted than there should be
         patched = run(models.patched, call.to(None), dtype, only=stock.outputs, ignored=ignored)
     tell("original in float64, forward and backward")
     with torch.autocast(device_of(models.stock, call).type, enabled=False):
-        exact = run(models.exact, call.to(torch.float64), dtype, loss_fn=loss_fn, ignored=ignored)
+        exactly = functools.partial(precision.exactly, dtype)
+        exact = run(models.exact, call.to(torch.float64), dtype, **options, within=exactly)
     return Trio(exact, stock, patched, ignored)
 
 

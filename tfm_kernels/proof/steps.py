@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,7 @@ def train(
     loss_fn: Callable[[Any], Tensor] | None,
     ignored: Mapping[str, Tensor],
     progress: Callable[[str], None],
+    within: Callable[[], AbstractContextManager[None]],
 ) -> Path:
     """Takes ``steps`` steps; the model's weights change."""
     path = Path()
@@ -60,7 +62,7 @@ def train(
     speed = {name: torch.zeros_like(value) for name, value in start.items()}
     for step in range(steps + 1):
         progress(f"step {min(step + 1, steps)} of {steps}")
-        done = run(model, call, dtype, loss_fn=loss_fn, ignored=ignored, seed=SEED + step)
+        done = run(model, call, dtype, loss_fn=loss_fn, ignored=ignored, seed=SEED + step, within=within)
         if step > 0 and done.loss is not None:
             path.losses[f"loss after step {step}"] = done.loss.reshape(1)
         if step == steps:
