@@ -1,11 +1,15 @@
 """prove() with the real patch(): torch.nn's stacks and a Hugging Face encoder, evaluation and training, padded."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import tfm_kernels as tfk
+from tfm_kernels import _library
+from tfm_kernels.patching import frozen, onednn, swap
 from tfm_kernels.proof import prove_patched
 
 
@@ -52,6 +56,57 @@ def test_a_patched_model_is_proven_as_its_original_and_stays_patched():
     after = tfk.prove(model, inputs)
     assert [type(module) for module in model.modules()] == classes
     assert after.replaced == before.replaced and after.rows == before.rows
+    assert after.options == before.options == [{"packed": True, "freeze": False, "backend": None}]
+
+
+class MeanPool(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = encoder(), nn.Linear(32, 3)
+
+    def forward(self, src, src_key_padding_mask):
+        return self.head(self.encoder(src, src_key_padding_mask=src_key_padding_mask).mean(1))
+
+
+def test_a_patched_model_is_proven_as_it_was_patched():
+    """Packed, its padding is 0, which this mean reads."""
+    model, inputs = MeanPool().eval(), padded()
+    assert not tfk.prove(model, inputs).passed
+    tfk.patch(model, packed=False, backend="reference")
+    told = [swap.options(module) for module in model.modules()]
+    report = tfk.prove(model, inputs)
+    assert report.passed, report.table()
+    assert [swap.options(module) for module in model.modules()] == told
+    assert report.options == [{"packed": False, "freeze": False, "backend": "reference"}]
+    assert json.loads(report.to_json())["options"] == report.options
+    assert "patch(packed=False, freeze=False, backend='reference')" in report.table()
+
+
+def test_a_model_of_which_a_part_is_patched_is_proven_so():
+    model = MeanPool().eval()
+    tfk.patch(model.encoder.layers[0], backend="cpu")
+    tfk.patch(model.encoder.layers[1], backend="reference")
+    report = tfk.prove(model, padded())
+    assert report.passed and "encoder" not in report.replaced and {"encoder.layers.0"} <= set(report.replaced)
+    assert [each["backend"] for each in report.options] == ["cpu", "reference"]
+
+
+@pytest.mark.skipif(not onednn.AVAILABLE, reason="this build of PyTorch has no oneDNN product")
+def test_a_frozen_model_is_proven_without_a_graph(monkeypatch):
+    monkeypatch.setattr(_library, "nearest", _library.XEON)
+    monkeypatch.setattr(frozen, "_PRODUCTS", 0)
+    model, inputs = encoder().eval(), padded()
+    tfk.patch(model, freeze=True)
+    report = tfk.prove(model, inputs, steps=1)
+    assert report.passed, report.table()
+    assert report.options[0]["freeze"] and any("2 of 2 frozen modules" in note for note in report.notes)
+    assert sum(map(frozen.is_frozen, model.modules())) == 2
+    product = onednn.product
+    monkeypatch.setattr(onednn, "product", lambda *args: product(*args) * 1.001)
+    report = tfk.prove(model, inputs)
+    assert {row.tensor for row in report.failures} == {"output, no_grad"}
+    with pytest.raises(RuntimeError, match="a model patched with freeze=True is for inference alone"):
+        tfk.prove(model.train(), inputs)
 
 
 def test_a_transformer_with_causal_and_padding_masks():

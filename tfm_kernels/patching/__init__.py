@@ -13,6 +13,7 @@ from .hand_written import declare_feed_forward as declare_feed_forward
 from .hand_written import declare_layer_norm as declare_layer_norm
 from .hand_written import declare_residual as declare_residual
 from .model import patch as patch
+from .model import settings as settings
 from .model import unpatch as unpatch
 from .registry import Recipe as Recipe
 from .registry import backend as backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -105,6 +106,16 @@ def unpatch(model: nn.Module) -> int:
         restored += swap.restore(module)
         frozen.thaw(module)
     return restored
+
+
+def settings(model: nn.Module) -> list[dict[str, Any]]:
+    """What ``patch`` was asked for, by name; once for each part of a model that got its own, and [] for none."""
+    freeze = any(map(frozen.is_frozen, model.modules()))
+    told = [swap.options(module) for module in model.modules() if swap.OPTIONS in module.__dict__]
+    return [
+        {"packed": packed, "freeze": freeze, "backend": backend}
+        for packed, backend in dict.fromkeys((options.packed, options.backend) for options in told)
+    ]
 
 
 def _check(model: object, packed: object, freeze: object, backend: object) -> None:

@@ -6,13 +6,14 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import patching
+from ..patching import frozen, swap
 from . import modules, precision, steps
 from .report import ProofReport as ProofReport
 from .report import Row as Row
@@ -43,7 +44,9 @@ def prove(
     measured by the same formula in 16 bits, which is what fused attention costs elsewhere.
 
     Args:
-        model: unpatched, or patched; in evaluation or training mode. It is copied, never changed.
+        model: in evaluation or training mode. Patched, it is proven as it is patched, with those options; unpatched,
+            as ``patch(model)`` would patch it. It is copied, never changed. One patched with ``freeze=True`` has no
+            gradients: its outputs without a graph are its own, all else is that of the same patch without freezing.
         inputs: what to call it with: a tensor, a tuple of arguments, or a dict of arguments by name.
         loss_fn: maps the model's output to the scalar to differentiate. None takes a fixed random weighting of every
             floating output.
@@ -77,10 +80,10 @@ def prove_patched(
     dtype: torch.dtype | None = None,
     count: int = 0,
     limit: float = 1.05,
-    patch: Callable[[nn.Module], Any] = patching.patch,
+    patch: Callable[[nn.Module], Any] | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ProofReport:
-    """prove() with the way of patching (in place) as an argument, and a function that is told of each stage."""
+    """prove() with the way of patching the original (in place), and a function that is told of each stage."""
     started = time.perf_counter()
     _check(model, loss_fn, dtype, count, limit)
     own = dtype or _lowest_dtype(model)
@@ -91,10 +94,16 @@ def prove_patched(
     stock = copy.deepcopy(model)
     patching.unpatch(stock)
     stock = stock if dtype is None else stock.to(dtype)
-    exact, patched = copy.deepcopy(stock).double(), copy.deepcopy(stock)
-    patches = patch(patched)
+    exact = copy.deepcopy(stock).double()
+    if patch is None and patching.settings(model):
+        patched = copy.deepcopy(model) if dtype is None else copy.deepcopy(model).to(dtype)
+    else:
+        patched = copy.deepcopy(stock)
+        (patch or patching.patch)(patched)
     names = modules.replaced(stock, patched)
     report = ProofReport(type(model).__name__, str(own)[6:], float(limit), model.training, names)
+    report.options = patching.settings(patched)
+    kept = [] if model.training else [module for module in patched.modules() if frozen.thaw(module)]
     if not names:
         report.notes.append("nothing was replaced: both models run the same code")
 
@@ -109,14 +118,15 @@ def prove_patched(
     report.rows += judge.compare("output", *trio.outputs(), module="", typical=typical)
     if not model.training:
         progress("patched model without a graph")
-        with torch.no_grad():
+        with _frozen_again(kept, report.notes), torch.no_grad():
             plain = forward(patched, call.to(None))
         ignored = padding_of(plain, stock, call)
         outputs = [without_padding(values, ignored) for values in (trio.exact.outputs, trio.stock.outputs, plain)]
         renamed = [{f"{name}, no_grad": value for name, value in values.items()} for values in outputs]
         report.rows += judge.compare("output", *renamed, module="", typical=typical)
-    for name, reasons in getattr(patches, "fallbacks", {}).items():
-        report.notes += [f"{name or 'the model'} ran its original code, because {reason}" for reason in reasons]
+    for name, module in patched.named_modules():
+        found = swap.fallbacks(module)
+        report.notes += [f"{name or 'the model'} ran its original code, because {reason}" for reason in found]
     report.rows += judge.compare("gradient", *trio.gradients(), rows_summed=trio.rows)
 
     if names:
@@ -138,6 +148,22 @@ def prove_patched(
         report.rows += judge.compare("step", *(path.moves for path in paths))
     report.seconds = time.perf_counter() - started
     return report
+
+
+@contextlib.contextmanager
+def _frozen_again(modules: list[nn.Module], notes: list[str]) -> Iterator[None]:
+    """Modules that the model came with frozen are so within the block; a note says what that proves."""
+    for module in modules:
+        frozen.freeze(module)
+    yield
+    if modules:
+        used = sum(frozen.nbytes(module) > 0 for module in modules)
+        notes.append(
+            f"the outputs without a graph are the frozen model's ({used} of {len(modules)} frozen modules packed their "
+            "weight for this call); it has no gradients, so all else is that of the same patch without freeze=True"
+        )
+    for module in modules:
+        frozen.thaw(module)
 
 
 def _lowest_dtype(model: nn.Module) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 KINDS = ("output", "gradient", "step", "module")  # in the order of the table
 
@@ -77,6 +78,7 @@ class ProofReport:
         limit: what was asked for.
         training: whether the model was in training mode (then dropout was on, with the same elements dropped).
         replaced: names of the modules that patching changed.
+        options: what the model is patched with; several where parts of it have their own.
         rows: every comparison.
         notes: what was left out, and why.
         seconds: how long it took.
@@ -87,6 +89,7 @@ class ProofReport:
     limit: float
     training: bool
     replaced: list[str] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -141,7 +144,15 @@ class ProofReport:
             + "  ".join(f"{line[c]:>{widths[c]}}" for c in range(2, 6))
             for line in cells
         ]
-        return "\n".join([str(self), *(line.rstrip() for line in lines), *(f"  note: {note}" for note in self.notes)])
+        patched = [", ".join(f"{name}={value!r}" for name, value in each.items()) for each in self.options]
+        return "\n".join(
+            [
+                str(self),
+                *(f"  patch({each})" for each in patched),
+                *(line.rstrip() for line in lines),
+                *(f"  note: {note}" for note in self.notes),
+            ]
+        )
 
     def to_json(self) -> str:
         """Everything, as JSON; infinities and NaN are written as strings."""
