@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfm_kernels as tfk
+from tests.fences import fenced
 from tfm_kernels import Mask, dropout
 from tfm_kernels.ops.attention import _backward, _forward
 from tfm_kernels.testing import assert_contract, exact, invariance
@@ -344,11 +345,16 @@ def test_the_operator_itself_refuses_what_would_read_outside(index, backend):
 
 def test_wrong_lengths_read_nothing_outside(backend):
     """On a GPU nobody looks at lengths beforehand: the kernels clamp what they load."""
-    out, _ = direct(backend, key_lengths=torch.tensor([2**62, -5]))
+    out, _ = direct(backend, *(fenced(t) for t in qkv()), key_lengths=fenced(torch.tensor([2**62, -5])))
     assert out[0].isfinite().all() and (out[1] == 0).all()
-    q, k, v = randn(5, 4, 8), randn(7, 2, 8, seed=1), randn(7, 2, 8, seed=2)
-    bad = torch.tensor([3, 2**40, -7, 2])
-    direct(backend, q, k, v, cu_seqlens_q=bad, cu_seqlens_k=bad, max_seqlen_q=5, max_seqlen_k=7)
+    shapes = (5, 4, 8), (7, 2, 8), (7, 2, 8)
+    q, k, v = (fenced(randn(*shape, seed=seed)) for seed, shape in enumerate(shapes))
+    bad = fenced(torch.tensor([3, 2**40, -7, 2]))
+    out, _ = direct(backend, q, k, v, cu_seqlens_q=bad, cu_seqlens_k=bad, max_seqlen_q=5, max_seqlen_k=7)
+    for rows, keys in ((slice(3, 5), slice(3, 7)), (slice(0, 2), slice(0, 2))):  # what clamping leaves of them
+        dense = [t.transpose(0, 1).unsqueeze(0) for t in (q[rows], k[keys], v[keys])]
+        expected = tfk.ops.attention(*dense, scale=1.0, backend="cpu")
+        torch.testing.assert_close(out[rows].transpose(0, 1).unsqueeze(0), expected)
 
 
 @pytest.mark.parametrize(

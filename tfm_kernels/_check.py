@@ -67,6 +67,8 @@ def number(op: str, name: str, value: object) -> None:
     """Refuses what is not a real number (bool, str and None among it)."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if isinstance(value, int) and value.bit_length() > 1023:
+        raise ValueError(f"{op}: {name} must be a number that a float can hold, got {value.bit_length()} bits")
 
 
 def eps(op: str, value: float) -> None:

@@ -120,6 +120,8 @@ def check_heads(op: str, given: dict[str, Tensor], layout: str, dims: int) -> No
             raise ValueError(f"{op}: {name} must be {layout}, {dims} dimensions, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in _check.FLOATING:
             _check.floating(op, **given)
+        if tensor.layout is not torch.strided:
+            _check.dense(op, **given)
         if tensor.dtype != query.dtype or tensor.device != query.device:
             _check.same(op, **given)
         if tensor.shape[-1] == 0:
@@ -143,6 +145,7 @@ def check_bias(
     if bias.dtype not in (query.dtype, torch.float32):
         wanted = "float32" if query.dtype == torch.float32 else f"float32 or query's {_check.dtype_name(query.dtype)}"
         raise ValueError(f"{op}: {name} must be {wanted}, got {_check.dtype_name(bias.dtype)}")
+    _check.dense(op, **{name: bias})
     return _broadcastable(op, name, bias, query, sizes)
 
 

@@ -74,6 +74,7 @@ def describe(op: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_r
         _check.tensor(op, name, value, optional=True)
     _check.tensor(op, "dropout_rows", dropout_rows, optional=True)
     _check.floating(op, x=x, residual=residual, weight=weight, bias=bias)
+    _check.dense(op, x=x, residual=residual, weight=weight, bias=bias)
     _check.same_device(op, x=x, residual=residual, weight=weight, bias=bias, dropout_rows=dropout_rows)
     _check.eps(op, eps)
     if not isinstance(unbiased, bool):
@@ -90,6 +91,8 @@ def describe(op: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_r
             raise ValueError(f"{op}: {name} must be {allowed} to go with x, got {_check.dtype_name(value.dtype)}")
     rows = x.numel() // x.shape[-1]
     _check.dropout_rows(op, dropout_rows, rows)
+    if seed is not None:
+        _check.seed(op, dropout_p, seed, x.device)
     mixed = any(p is not None and p.dtype != dtype for p in (weight, bias))
     training = _check.records_graph(x, residual, weight, bias)
     return Call(
