@@ -23,6 +23,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -165,12 +167,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.launch", description=__doc__.splitlines()[0])
     parser.add_argument("--op", choices=tuple(CALL), action="append", help="one op (default: all)")
     parser.add_argument("--json", action="store_true", help="print seconds as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write seconds and machine into a file, too")
     parser.add_argument("--child", choices=tuple(CALL), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         print(json.dumps(seconds(options.child)))
         return 0
     found = {op: measure(op) for op in options.op or CALL}
+    if options.out is not None:
+        options.out.write_text(
+            json.dumps({**record.environment(), "triton": version("triton"), "ops": found}, indent=1)
+        )
     print(json.dumps(found) if options.json else table(found))
     return 0
 
