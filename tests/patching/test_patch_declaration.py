@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.models import assert_same_results
-from tests.patching.test_patch_recipe import FeedForward, LayerNorm, MultiHeadAttention, Residual
+from tests.patching.models import assert_same_results, compare, results
+from tests.patching.test_patch_recipe import FeedForward, LayerNorm, MultiHeadAttention, Residual, SublayerConnection
 from tfm_kernels.patching import hand_written, registry
 
 
@@ -74,6 +74,78 @@ def test_a_mask_whose_first_axis_is_the_heads(recipes):
     declaration = dict(query="w_q", key="w_k", value="w_v", out="w_o", heads="heads")
     tfk.patching.declare_attention(MultiHeadAttention, **declaration, mask_axis="heads")
     assert_same_results(model, lambda m: m(*[x.to(m.w_q.weight)] * 3, keep))
+
+
+class Named(nn.Module):
+    """A post-norm block whose parts call each other by the names of their arguments, which are their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.feed_forward = Norm(16), Perceptron(16, 32)
+        self.wrapped, self.outer = Wrapped(Perceptron(16, 32)), SublayerConnection(16)
+
+    def forward(self, x):
+        x = self.norm(inp=self.feed_forward(hidden=x) + x)
+        x = self.outer(x, sublayer=self.feed_forward)
+        x = self.outer(sublayer=self.feed_forward, x=x)
+        return self.wrapped(states=x, scale=0.5)
+
+
+class Norm(LayerNorm):
+    def forward(self, inp):
+        return super().forward(inp)
+
+
+class Perceptron(FeedForward):
+    def forward(self, hidden, scale=1.0):
+        return super().forward(hidden) * scale
+
+
+class Wrapped(nn.Module):
+    def __init__(self, sublayer):
+        super().__init__()
+        self.sublayer, self.norm = sublayer, Norm(16)
+
+    def forward(self, states, **others):
+        return self.norm(states + self.sublayer(states, **others))
+
+
+def test_calls_by_keyword(recipes):
+    tfk.patching.declare_layer_norm(Norm, weight="gamma", bias="beta", unbiased=True)
+    tfk.patching.declare_feed_forward(Perceptron, first="fc1", second="fc2")
+    tfk.patching.declare_residual(Wrapped, norm="norm", sublayer="sublayer")
+    tfk.patching.declare_residual(SublayerConnection, norm="norm", dropout="dropout")
+    torch.manual_seed(0)
+    x, model = torch.randn(3, 7, 16, dtype=torch.float64), Named()
+    run = lambda m: m(x.to(m.norm.gamma))
+    exact = results(model.double(), run)
+    with tfk.patch(model, backend="reference") as report:
+        compare(results(model, run), exact, 1e-9)
+        told = {"its recipe does not serve this call": 1}  # what its second argument says is nobody's to know
+        assert report.fallbacks == {"wrapped.sublayer": told}
+
+
+def test_a_call_that_cannot_be_bound_is_the_original_forwards(recipes):
+    tfk.patching.declare_layer_norm(Norm, weight="gamma", bias="beta", unbiased=True)
+    tfk.patching.declare_residual(SublayerConnection, norm="norm", dropout="dropout")
+    x = torch.randn(3, 16)
+    for model, args, kwargs in (
+        (Norm(16), (x,), {"inp": x}),
+        (Norm(16), (), {}),
+        (Norm(16), (), {"input": x}),
+        (SublayerConnection(16), (x,), {}),
+        (SublayerConnection(16), (x, torch.relu), {"scale": 1.0}),
+    ):
+        with pytest.raises(TypeError) as stock:
+            model(*args, **kwargs)
+        with tfk.patch(model, backend="reference"), pytest.raises(TypeError, match=re.escape(str(stock.value))):
+            model(*args, **kwargs)
+
+
+def test_a_residual_without_a_place_for_its_sublayer_is_refused(recipes):
+    wanted = "declare_residual: sublayer must name a child where Norm.forward has no second argument, got None; its"
+    with pytest.raises(ValueError, match=re.escape(f"{wanted} arguments are ('inp',)")):
+        tfk.patching.declare_residual(Norm, norm="norm")
 
 
 WRONG = {  # a declaration -> what patch says of it

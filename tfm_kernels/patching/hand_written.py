@@ -81,7 +81,7 @@ def declare_attention(
     _check.choice("declare_attention", "mask", mask, _MASKS)
     if mask_axis is not None:
         _check.choice("declare_attention", "mask_axis", mask_axis, _AXES)
-    names = tuple(inspect.signature(cls.forward).parameters)[1:]
+    names = _parameters(cls)
     wanted = arguments or (*names[:3], names[3] if len(names) > 3 else None)
     for name in wanted:
         if name is not None and name not in names:
@@ -142,6 +142,7 @@ def declare_feed_forward(
     _module_class("declare_feed_forward", cls)
     _check.choice("declare_feed_forward", "activation", activation, ("relu", "gelu", "gelu_tanh", "silu"))
 
+    @_of_one(cls)
     def run(self: Any, x: Tensor) -> Any:
         layers: list[Any] = [guard.child(self, name) for name in (first, second)]
         gated = None if gate is None else guard.child(self, gate)
@@ -188,6 +189,7 @@ def declare_layer_norm(
         get = lambda name: None if name is None else getattr(norm, name)  # noqa: E731
         return get(weight), get(bias), getattr(norm, eps) if isinstance(eps, str) else eps, unbiased
 
+    @_of_one(cls)
     def run(self: Any, x: Tensor) -> Any:
         w, b, value, divisor = parts(self)
         return ops.layer_norm(x, w, b, value, unbiased=divisor, backend=options(self).backend)
@@ -209,22 +211,33 @@ def declare_residual(
         norm: name of the norm: nn.LayerNorm, or a class declared with ``declare_layer_norm``.
         dropout: name of the nn.Dropout, or None.
         sublayer: name of the child that is the sublayer and takes all arguments of the forward; None where the
-            sublayer is the forward's second argument, a callable that takes x.
+            sublayer is the forward's second argument, a callable that takes x, and there is no third.
 
     Returns:
         The recipe, registered.
 
     Raises:
         TypeError: ``cls`` is no module class.
+        ValueError: ``sublayer`` is None and the forward has no second argument.
     """
     _module_class("declare_residual", cls)
+    names = _parameters(cls)[: 2 if sublayer is None else 1]
+    if sublayer is None and len(names) < 2:
+        raise ValueError(
+            f"declare_residual: sublayer must name a child where {cls.__name__}.forward has no second argument, "
+            f"got None; its arguments are {names}"
+        )
 
-    def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = _bind(names, args, kwargs)
+        if bound is None or sublayer is None and any(bound[1:]):
+            return NotImplemented
+        (x, *given), args, kwargs = bound
         inner = guard.child(self, norm)
         parts = _norms.get(original_class(inner))
         if parts is None or guard.hooked(inner) or isinstance(inner, nn.LayerNorm) and len(inner.normalized_shape) != 1:
             return NotImplemented
-        y = args[0](x) if sublayer is None else guard.child(self, sublayer)(x, *args, **kwargs)
+        y = given[0](x) if sublayer is None else guard.child(self, sublayer)(x, *args, **kwargs)
         if y.shape != x.shape:  # the sum broadcasts, or fails
             return inner(x + (y if dropout is None else guard.child(self, dropout)(y)))
         w, b, eps, unbiased = parts(inner)
@@ -258,6 +271,34 @@ def _names(op: str, children: dict[str, Any], attributes: dict[str, Any] | None 
                 guard.require_attribute(op, argument, module, name)
 
     return check
+
+
+def _parameters(cls: type[nn.Module]) -> tuple[str, ...]:
+    """The names of the forward's arguments."""
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+def _bind(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, tuple, dict[str, Any]] | None:
+    """A call's first arguments, ``names``, however given, and the others as they were; None where one is missing."""
+    count, named = len(names), names[len(args) :]
+    if not all(name in kwargs for name in named):
+        return None
+    others = {name: given for name, given in kwargs.items() if name not in named}
+    return (*args[:count], *(kwargs[name] for name in named)), args[count:], others
+
+
+def _of_one(cls: type[nn.Module]) -> Callable[[Callable[[Any, Tensor], Any]], Callable[..., Any]]:
+    """Makes of a function of the module and x what takes the calls of a forward that takes x alone, by any name."""
+    names = _parameters(cls)[:1]
+
+    def taking(run: Callable[[Any, Tensor], Any]) -> Callable[..., Any]:
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = _bind(names, args, kwargs)
+            return NotImplemented if bound is None or any(bound[1:]) else run(self, *bound[0])
+
+        return called
+
+    return taking
 
 
 def _argument(place: tuple[int, str] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
