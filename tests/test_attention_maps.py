@@ -181,11 +181,12 @@ def test_hand_written_classes():
     assert_same_in_float64(found["block.sublayer"], expected.detach())
 
 
-def test_a_module_that_attends_twice_has_two_names():
+@pytest.mark.parametrize("backend", ["reference", "aten"])  # aten's weights, which the layer gives, are composed
+def test_a_module_that_attends_twice_has_two_names(backend):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = tfk.nn.MultiheadAttention(8, 2, batch_first=True)
+            self.layer = tfk.nn.MultiheadAttention(8, 2, batch_first=True, backend=backend)
 
         def forward(self, x):
             return self.layer(self.layer(x, x, x)[0], x, x)[0]

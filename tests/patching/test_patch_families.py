@@ -130,23 +130,25 @@ def test_half_precision_t5_keeps_its_wide_matrix():
         assert "its weights have several dtypes" in str(report)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bart", "t5"])
-def test_attention_weights(kind):
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bart", "t5"])
+def test_attention_weights(kind, backend):
     model = build(kind)
     ids, mask = batch(lengths=(7, 7, 7))
-    more = {} if kind == "gpt2" else {"decoder_input_ids": ids[:, :5]}
+    more = {} if kind in ("gpt2", "llama") else {"decoder_input_ids": ids[:, :5]}
     model.set_attn_implementation("eager")
     wanted = model(ids, output_attentions=True, **more)
-    with tfk.patch(model, backend="reference"):
+    with tfk.patch(model, backend=backend):
         given = model(ids, output_attentions=True, **more)
-    names = ["attentions"] if kind == "gpt2" else ["encoder_attentions", "decoder_attentions", "cross_attentions"]
+    names = ["attentions"] if not more else ["encoder_attentions", "decoder_attentions", "cross_attentions"]
     for name in names:
         assert len(given[name]) == 2
         for a, b in zip(given[name], wanted[name], strict=True):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend, weights", [("reference", False), ("aten", False), ("reference", True)])
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
 def test_autocast(kind, backend, weights):
     """Rotary positions leave queries and keys in float32 beside values in bfloat16: autocast casts for attention."""

@@ -167,7 +167,8 @@ def test_a_row_that_sees_nothing_gives_the_bias_not_a_mean(declared):
     torch.testing.assert_close(out, model.w_o.bias.expand(1, 3, 16))
 
 
-def test_weights_are_returned():
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_weights_are_returned(backend):
     torch.manual_seed(0)
     before = registry.registered()
     tfk.patching.declare_attention(
@@ -183,7 +184,7 @@ def test_weights_are_returned():
             return torch.cat([part.flatten() for part in m(t, t, k_v(t), mask=causal)])
 
         k_v = lambda t: t
-        assert_same_results(model, run)
+        assert_same_results(model, run, backend=backend)
     finally:
         registry._recipes[:] = before
 

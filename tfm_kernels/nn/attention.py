@@ -135,7 +135,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         mask, bias = masks(_NAME, attn_mask, key_padding_mask, is_causal, sizes, q, extra)
         p = self.dropout if self.training else 0.0
         if need_weights:
-            out, weights = with_weights(q, k, v, mask, bias, p, average_attn_weights, self.backend)
+            told: Any = {"bias": bias, "dropout_p": p, "average": average_attn_weights, "backend": self.backend}
+            out, weights = with_weights(q, k, v, mask, **told)
             if autocast_dtype(q.device) is not None and q.device.type != "cpu":
                 weights = weights.float()  # as the softmax of torch's autocast
         else:

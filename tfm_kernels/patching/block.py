@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from .._autocast import autocast, autocast_dtype
+from ..nn.attention_weights import with_weights
 from ..nn.ffn import activation_name
 from ..ops.layer_norm import layer_norm_of_sum
 from . import guard
@@ -75,9 +76,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any)
     """Attention of (B, H, T, D) tensors under a Mask, a tensor, None or a Packed."""
     if isinstance(mask, Packed):
         return mask.attention(query, key, value, **options)
+    return ops.attention(query, key, value, _added(mask, query), **options)  # type: ignore[return-value]
+
+
+def attend_with_weights(query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """``attend`` under anything but a Packed, and the weights (B, H, Tq, Tk), with dropout's effect."""
+    return with_weights(query, key, value, _added(mask, query), **options)
+
+
+def _added(mask: Any, query: Tensor) -> Any:
+    """A mask in a dtype that may be added to the scores of ``query``."""
     if isinstance(mask, Tensor) and mask.is_floating_point() and mask.dtype != torch.float32:
-        mask = mask.to(query.dtype)
-    return ops.attention(query, key, value, mask, **options)  # type: ignore[return-value]
+        return mask.to(query.dtype)
+    return mask
 
 
 def self_attention(x: Tensor, projections: tuple[nn.Module, ...], heads: int, mask: Any, **options: Any) -> Tensor:

@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _check, ops
-from .. import dropout as random
 from ..mask import Mask
 from ..ops.layer_norm import layer_norm_of_sum
 from . import block, guard
@@ -93,15 +92,13 @@ def declare_attention(
         count = heads if isinstance(heads, int) else getattr(self, heads)
         projections = (guard.child(self, name) for name in (query, key, value))
         q, k, v = (block.split_heads(layer(t), count) for layer, t in zip(projections, (q, k, v), strict=True))
-        told: dict[str, Any] = {"mask": _mask(given, mask, mask_axis), "dropout_p": _probability(self, dropout)}
-        backend = options(self).backend
+        told: Any = {"mask": _mask(given, mask, mask_axis), "dropout_p": _probability(self, dropout)}
+        told["backend"] = options(self).backend
         maps = None
-        if not weights:
-            result: Any = block.attend(q, k, v, backend=backend, **told)
+        if weights:
+            result, maps = block.attend_with_weights(q, k, v, **told)
         else:
-            told["seed"] = random.draw_seed(q.device) if told["dropout_p"] > 0.0 else None
-            result, lse = ops.attention(q, k, v, return_lse=True, backend=backend, **told)
-            maps = ops.attention_weights(q, k, lse, **told)
+            result = block.attend(q, k, v, **told)
         result = block.merge_heads(result)
         result = result if out is None else guard.child(self, out)(result)
         return (result, maps) if weights else result

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import dropout as random
-from .. import ops
 from .._backend import BACKENDS
 from ..mask import Band, Mask
 from . import guard, packed, swap
-from .block import as_autocast, attend
+from .block import as_autocast, attend, attend_with_weights
 from .packed import Packed
 
 NAME = "tfm_kernels"
@@ -81,7 +79,8 @@ def _attention_on(backend: str | None) -> Callable[..., Any]:
             position_bias = None  # a tensor of zeros
         options = {"bias": position_bias, "scale": scaling, "dropout_p": dropout}
         if wants_weights(kwargs) and not isinstance(attention_mask, Packed):
-            return _with_weights(query, key, value, attention_mask, options, backend)
+            out, weights = attend_with_weights(query, key, value, attention_mask, backend=backend, **options)
+            return out.transpose(1, 2), weights
         if isinstance(attention_mask, Packed):
             del options["bias"]
         out = attend(query, key, value, attention_mask, backend=backend, **options)
@@ -152,15 +151,6 @@ def packing(stack: nn.Module, mask: Any, x: Tensor, layers: Any, why_not: Callab
         swap.fell_back(stack, "output_hidden_states or output_attentions was asked for")
         return None
     return packed.packing(stack, mask, x, layers, why_not)
-
-
-def _with_weights(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any], backend: str | None
-) -> tuple[Tensor, Tensor]:
-    if options["dropout_p"] > 0.0:
-        options["seed"] = random.draw_seed(query.device)
-    out, lse = ops.attention(query, key, value, mask, return_lse=True, backend=backend, **options)
-    return out.transpose(1, 2), ops.attention_weights(query, key, lse, mask, **options)
 
 
 def _is_cross_attention_of_t5(module: nn.Module) -> bool:
