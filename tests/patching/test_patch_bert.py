@@ -132,6 +132,21 @@ def test_packed_falls_back(case):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_norm_over_the_sequence_too_keeps_its_layer(family, packed):
+    model, (ids, mask) = FAMILIES[family](), batch()
+    if family == "bert":
+        model.encoder.layer[1].output.LayerNorm = nn.LayerNorm((7, 32))
+    else:
+        model.transformer.layer[1].output_layer_norm = nn.LayerNorm((7, 32))
+    run = run_on(ids, mask)
+    wanted = run(model.double())
+    with tfk.patch(model, packed=packed, backend="reference") as report:
+        torch.testing.assert_close(run(model), wanted)
+        assert "normalises more than the last dimension" in str(report)
+
+
 def test_a_mask_of_other_kind_runs_padded():
     model, (ids, mask) = bert(), batch()
     square = (mask[:, None, None, :] * mask[:, None, :, None]).bool() | torch.eye(7, dtype=torch.bool)

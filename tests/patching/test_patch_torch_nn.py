@@ -237,6 +237,22 @@ def test_a_last_norm_that_is_not_known_sees_the_padded_batch():
         assert seen == [(3, 7, 16)] and report.fallbacks[""] == {"norm has hooks": 1}
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("place", ["norm", "layers.0.norm1", "layers.1.norm2"])
+def test_a_norm_over_the_sequence_too_sees_the_padded_batch(place, norm_first):
+    kind = nn.RMSNorm if place == "norm" and norm_first else nn.LayerNorm
+    model = encoder(norm_first=norm_first)
+    owner, _, name = place.rpartition(".")
+    setattr(model.get_submodule(owner), name, kind((7, 16)))
+    x, hidden = masked_input()
+    run = lambda m: m(x.to(dtype_of(m)), src_key_padding_mask=hidden)
+    wanted = run(model.double())
+    with tfk.patch(model, backend="reference") as report:
+        torch.testing.assert_close(run(model), wanted)
+        number = f"layer {owner[-1]} cannot run packed: " if owner else ""
+        assert report.fallbacks[""] == {f"{number}{name} normalises more than the last dimension": 1}
+
+
 def test_an_attention_given_back_alone_runs_padded():
     model = encoder()
     x, hidden = masked_input()

@@ -54,7 +54,7 @@ def why_not_plain(owner: nn.Module, path: str, *classes: type | str) -> str | No
     """None where the child at ``path`` (dotted) is plain, else part of a sentence for the report.
 
     Plain is what has exactly one of ``classes`` (fused or not; a name stands for a class that may not be importable),
-    is not hooked, and has ordinary tensors for weights.
+    is not hooked, has ordinary tensors for weights, and, being a norm, is one of the last dimension alone.
     """
     module = child(owner, path)
     if type(module) not in classes:
@@ -62,7 +62,14 @@ def why_not_plain(owner: nn.Module, path: str, *classes: type | str) -> str | No
         if cls not in classes and f"{cls.__module__}.{cls.__qualname__}" not in classes:
             names = (c.rpartition(".")[2] if isinstance(c, str) else c.__name__ for c in classes)
             return f"{path} is {type(module).__name__}, not {' or '.join(names)}"
+    if spans_rows(module):
+        return f"{path} normalises more than the last dimension"
     return _watched(path, module) if hooked(module) else _strange(path, module)
+
+
+def spans_rows(module: nn.Module) -> bool:
+    """Whether it is a norm of torch.nn over more than the last dimension, which is all that the fused code knows."""
+    return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) > 1
 
 
 def child(owner: nn.Module, path: str) -> Any:

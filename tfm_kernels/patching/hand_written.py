@@ -232,7 +232,7 @@ def declare_residual(
         (x, *given), args, kwargs = bound
         inner = guard.child(self, norm)
         parts = _norms.get(original_class(inner))
-        if parts is None or guard.hooked(inner) or isinstance(inner, nn.LayerNorm) and len(inner.normalized_shape) != 1:
+        if parts is None or guard.hooked(inner) or guard.spans_rows(inner):
             return NotImplemented
         y = given[0](x) if sublayer is None else guard.child(self, sublayer)(x, *args, **kwargs)
         if y.shape != x.shape:  # the sum broadcasts, or fails
