@@ -20,9 +20,17 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def autocast(tensor: Any, dtype: torch.dtype | None) -> Any:
-    """``tensor`` as autocast would pass it to an operation in ``dtype``: float64 and None stay as they are."""
-    if dtype is None or tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+def as_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors as autocast, where it is on for the first one's device, hands them to linear and attention.
+
+    In its dtype; float64, what is not floating, and None stay as they are.
+    """
+    dtype = autocast_dtype(tensors[0].device)
+    return tensors if dtype is None else tuple(_cast(tensor, dtype) for tensor in tensors)
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    if tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
         return tensor
     return tensor.to(dtype)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _check, ops
-from .._autocast import autocast, autocast_dtype
+from .._autocast import as_autocast
 from . import _arguments
 from ._bypass import dropout_p, plain, plain_linear
 
@@ -98,10 +98,7 @@ def feed_forward(
             hidden = hidden * gate(x)
         return linear2(dropout(hidden))
     weights: Any = linear1.weight, linear1.bias, linear2.weight, linear2.bias, None if gate is None else gate.weight
-    dtype = autocast_dtype(x.device)
-    if dtype is not None:  # torch's autocast does not see inside our operators
-        x, *weights = (autocast(tensor, dtype) for tensor in (x, *weights))
-    w1, b1, w2, b2, w_gate = weights
+    x, w1, b1, w2, b2, w_gate = as_autocast(x, *weights)  # torch's autocast does not see inside our operators
     return ops.ffn(x, w1, b1, w2, b2, activation=name, gate=w_gate, dropout_p=p, backend=backend)
 
 

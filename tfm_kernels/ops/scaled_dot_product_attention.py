@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _check
-from .._autocast import autocast, autocast_dtype
+from .._autocast import as_autocast
 from .._backend import Op, register, select
 from ..mask import Mask
 from .attention import PREFER, REMARKS, SUPPORT, run, stand_in
@@ -41,8 +41,7 @@ def describe(
         if not isinstance(flag, bool):
             raise TypeError(f"{_NAME}: {name} must be True or False, got {type(flag).__name__}")
     _check.tensor(_NAME, "attn_mask", attn_mask, optional=True)
-    dtype = autocast_dtype(query.device)
-    query, key, value, attn_mask = (autocast(t, dtype) for t in (query, key, value, attn_mask))
+    query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
     if attn_mask is not None:
         check_device(_NAME, "attn_mask", attn_mask, query)
         if attn_mask.dtype not in (torch.bool, query.dtype, torch.float32):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .._autocast import autocast, autocast_dtype
+from .._autocast import as_autocast
 from ..nn.attention_weights import with_weights
 from ..nn.ffn import activation_name
 from ..ops.layer_norm import layer_norm_of_sum
@@ -49,17 +49,6 @@ def why_not_activation(function: Any) -> str | None:
 def dropout_p(module: nn.Module) -> float:
     """The probability with which an nn.Dropout now drops."""
     return module.p if module.training else 0.0  # type: ignore[return-value]
-
-
-def is_autocast(x: Tensor) -> bool:
-    """Whether torch.autocast is on for the device of ``x``."""
-    return autocast_dtype(x.device) is not None
-
-
-def as_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors, or None, as autocast hands them to torch's own operations: in its dtype, where it is on."""
-    dtype = autocast_dtype(tensors[0].device)
-    return tensors if dtype is None else tuple(autocast(t, dtype) for t in tensors)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

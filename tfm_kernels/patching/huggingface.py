@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._autocast import as_autocast
 from .._backend import BACKENDS
 from ..mask import Band, Mask
 from . import guard, packed, swap
-from .block import as_autocast, attend, attend_with_weights
+from .block import attend, attend_with_weights
 from .packed import Packed
 
 NAME = "tfm_kernels"
