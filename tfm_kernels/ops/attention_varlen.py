@@ -119,7 +119,8 @@ def attention_varlen(
         cu_seqlens_k: (B + 1,) as ``cu_seqlens_q``, from 0 to total_k.
         max_seqlen_q: at least the longest query sequence; also the row step of dropout's counter, so that a packed
             call repeats the padded call of that length.
-        max_seqlen_k: at least the longest key sequence.
+        max_seqlen_k: at least the longest key sequence. On a GPU nobody looks at the lengths: rows beyond what they
+            and these two cover are left undefined.
         mask: causal and window masks, measured within each sequence, or None.
         scale: factor of the scores, by default 1 / sqrt(D).
         dropout_p: probability to drop a weight, in [0, 1].
