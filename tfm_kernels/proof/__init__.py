@@ -19,7 +19,7 @@ from .report import ProofReport as ProofReport
 from .report import Row as Row
 from .rule import Judge, typical_error
 from .runs import Call, forward
-from .side_by_side import Models, PatchedFails, padding_of, run_three, without_padding
+from .side_by_side import Models, PatchedFails, Trio, padding_of, run_three, without_padding
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -37,9 +37,10 @@ def prove(
 
     error(patched) <= limit * error(original) + what chance and the last rounding explain       (P.1; proof/rule.py)
 
-    Compared are the outputs, with and without a graph; the gradient of every parameter, and of inputs that require one;
-    ``steps`` training steps; and each replaced module alone, outputs and gradients, on the inputs that the original
-    feeds it, so that a failure has a name. In training mode dropout is on, and both models drop the same elements.
+    Compared are the outputs, with and without a graph (integers exactly); the gradient of every parameter, and of
+    inputs that require one; ``steps`` training steps; and each replaced module alone, outputs and gradients, on the
+    inputs that the original feeds it, so that a failure has a name. In training mode dropout is on, and both models
+    drop the same elements. A note names each output that is not compared.
     In 16 bits, attention that PyTorch would compute in float32 (with dropout, or with a bias that needs a gradient) is
     measured by the same formula in 16 bits, which is what fused attention costs elsewhere.
 
@@ -60,7 +61,7 @@ def prove(
         (attention_mask, src_key_padding_mask, ...) hides are left out where the patched model did not compute them.
 
     Raises:
-        TypeError, ValueError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong, or no output can be compared.
         RuntimeError: the patched model cannot run the call.
 
     Cost: three copies of the model, one in float64; three times forward and backward, and as much for the modules.
@@ -116,6 +117,11 @@ def prove_patched(
         report.notes.append(f"{name}: {int(mask.sum())} of {mask.numel()} positions are padding and not compared")
     typical = typical_error(trio.exact.gradients, trio.stock.gradients)
     report.rows += judge.compare("output", *trio.outputs(), module="", typical=typical)
+    unseen = _not_compared(trio, {row.tensor for row in report.rows})
+    if not report.rows:
+        reason = "; ".join(unseen) or "it gives no tensor"
+        raise ValueError(f"prove: no output of {report.model} can be compared: {reason}")
+    report.notes += [f"{each}, which is not compared" for each in unseen]
     if not model.training:
         progress("patched model without a graph")
         with _frozen_again(kept, report.notes), torch.no_grad():
@@ -148,6 +154,15 @@ def prove_patched(
         report.rows += judge.compare("step", *(path.moves for path in paths))
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _not_compared(trio: Trio, compared: set[str]) -> list[str]:
+    """What is not compared of the outputs, and why: "output.state is of type Cache"."""
+    whole = {name: value for name, value in trio.exact.outputs.items() if name not in compared}
+    nothing = {name: "NaN or infinite in PyTorch" if value.numel() else "empty" for name, value in whole.items()}
+    return [f"{name} is of type {kind}" for name, kind in trio.stock.unknown.items()] + [
+        f"{name} is {what}" for name, what in nothing.items()
+    ]
 
 
 @contextlib.contextmanager

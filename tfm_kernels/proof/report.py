@@ -22,8 +22,8 @@ class Row:
         stock: error of the original against float64, divided by the size of the tensor.
         patched: the same of the patched model.
         allowed: the largest ``patched`` that passes.
-        rule: "size" (Frobenius norm of the error), "bias" (the error leans to one side) or "form" (shape, NaN, a call
-            that fails).
+        rule: "size" (Frobenius norm of the error), "bias" (the error leans to one side) or "form" (shape, NaN,
+            integers, a call that fails).
         detail: what went wrong, where a number does not tell.
     """
 

@@ -33,6 +33,8 @@ kernel that walks over them a part of its own, in float32, beside torch.sum's tr
 The second rule is for layers fed alone in 16 bits: 0.1 % too large is within the noise of bfloat16 in size, but not in
 direction. leaning = 0.05 u for outputs and 0.15 u for gradients (rule C3); biases are too short to tell.
 
+Integers and bools have no error: where R and S agree K must, too, and elsewhere be one of both.
+
 float64 cannot be measured against itself: there |K - R| <= 2^-40 scale, a hundred times what sums of 10^4 terms round.
 """
 
@@ -95,7 +97,9 @@ class Judge:
         for name, exact in truth.items():
             place, tensor = _place(kind, name, module)
             problem = _form(exact, stock.get(name), patched.get(name))
-            if problem is None:
+            if problem is None and not exact.is_floating_point():
+                rows.append(_exactly(kind, place, tensor, exact, stock[name], patched[name]))
+            elif problem is None:
                 errors[name] = _Error(exact, stock[name], patched[name])
                 problem = errors[name].lost
             if problem is not None:
@@ -106,11 +110,11 @@ class Judge:
         typical = max(typical, pooled, rounding(self.dtype).unit / 2)
         elements = sum(error.elements for error in errors.values())
         for name, error in errors.items():
-            if error.elements:
-                share = total * math.sqrt(error.elements / elements)
+            if error.compared:
+                share = total * math.sqrt(error.elements / max(elements, 1))
                 place, tensor = _place(kind, name, module)
                 fresh = leaning is not None and error.rows > 1
-                samples = error.samples if fresh else min(error.samples, math.sqrt(error.elements))
+                samples = error.samples if fresh else min(error.samples, math.sqrt(max(error.elements, 1)))
                 extra = walk(rows_summed) if truth[name].dim() == 1 else 0.0
                 rows.append(self._size(kind, place, tensor, error, max(error.size, share), typical, samples, extra))
                 if leaning is not None and fresh and rounding(self.dtype).narrow and error.size > 0.5 * share:
@@ -165,6 +169,7 @@ class _Error:
         if not used.all():
             exact, stock, patched = (t.where(used, 0.0) for t in (exact, stock, patched))
         touched = used & ((exact != 0.0) | (stock != 0.0) | (patched != 0.0))  # most rows of an embedding are not
+        self.compared = bool(used.any())
         self.elements = int(touched.sum())
         self.rows = max(1, int(touched.any(-1).sum()) if touched.dim() > 1 else 1)
         self.samples = min(_samples(stock - exact), _samples(patched - exact))
@@ -183,6 +188,14 @@ def _samples(error: Tensor) -> float:
         if parts.numel() > 1 and bool(parts.any()):
             least = min(least, float(parts.sum().square() / parts.square().sum()))
     return least if math.isfinite(least) else float(max(1, error.numel()))
+
+
+def _exactly(kind: str, module: str, tensor: str, exact: Tensor, stock: Tensor, patched: Tensor) -> Row:
+    """The row of a tensor of integers or bools."""
+    exact, stock, patched = (t.detach().cpu() for t in (exact, stock, patched))
+    wrong = int(((patched != stock) & (patched != exact)).sum())
+    detail = f"{wrong} of {exact.numel()} elements differ from PyTorch's" if wrong else "equal to PyTorch's"
+    return Row(kind, module, tensor, exact.numel(), 0.0, math.inf if wrong else 0.0, 0.0, "form", detail)
 
 
 def _form(exact: Tensor, stock: Tensor | None, patched: Tensor | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -77,18 +78,20 @@ class Run:
     """What one run gave.
 
     Attributes:
-        outputs: name -> floating output, detached.
+        outputs: name -> output, detached.
         gradients: name -> gradient of a parameter or input; parameters without one are left out.
         loss: the loss in float64, where the gradients are those of a loss.
+        unknown: name -> type of what is neither a tensor nor a number, nor holds such.
     """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
+    unknown: dict[str, str] = field(default_factory=dict)
 
 
 def forward(model: nn.Module, call: Call, *, seed: int = SEED) -> dict[str, Tensor]:
-    """The floating outputs, by name, detached."""
+    """The outputs, by name, detached."""
     device = device_of(model, call)
     with seeded(seed, device), same_dropout(device):
         return {name: value.detach() for name, value in named_tensors(model(*call.args, **call.kwargs)).items()}
@@ -125,6 +128,8 @@ def run(
             loss = None if loss_fn is None else loss_fn(result)
         outputs = named_tensors(result)
         done = Run({name: value.detach() for name, value in outputs.items()})
+        done.unknown = {n: type(v).__name__ for n, v in _leaves(result, "output").items() if n not in outputs}
+        floating = {name: value for name, value in outputs.items() if value.is_floating_point()}
         if loss_fn is not None:
             if not (isinstance(loss, Tensor) and loss.numel() == 1):
                 raise ValueError(f"prove: loss_fn must return a tensor of one element, got {_described(loss)}")
@@ -132,9 +137,9 @@ def run(
             ends = {"loss": loss}
             weights = {"loss": torch.ones_like(loss)}
         else:
-            ends = {name: value for name, value in outputs.items() if only is None or name in only}
+            ends = {name: value for name, value in floating.items() if only is None or name in only}
             weights = {name: random_weights(name, value, dtype, ignored) for name, value in ends.items()}
-            weighted = [(value.detach().double() * weights[n].double()).sum() for n, value in ends.items()]
+            weighted = [(v.detach().double() * weights[n].double()).sum().to(device) for n, v in ends.items()]
             done.loss = torch.stack(weighted).sum() if weighted else None
         tensors = [name for name, value in ends.items() if value.requires_grad]
         if tensors:
@@ -158,16 +163,32 @@ def random_weights(name: str, output: Tensor, dtype: torch.dtype, ignored: Mappi
 
 
 def named_tensors(result: Any, name: str = "output") -> dict[str, Tensor]:
-    """The floating tensors of a nested result, "output.logits"; what is no tensor is left out."""
-    if isinstance(result, Tensor):
-        return {name: result} if result.is_floating_point() else {}
+    """The tensors of a nested result, "output.logits", and its numbers as tensors; what is neither is left out.
+
+    A complex tensor is given as its real and imaginary parts.
+    """
+    return {key: tensor for key, leaf in _leaves(result, name).items() if (tensor := _tensor(leaf)) is not None}
+
+
+def _leaves(result: Any, name: str) -> dict[str, Any]:
+    """Name -> what mappings, sequences and dataclasses hold; None is left out."""
     if isinstance(result, Mapping):
         parts = list(result.items())
     elif isinstance(result, (tuple, list)):
         parts = list(zip(getattr(result, "_fields", range(len(result))), result, strict=True))
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        parts = [(each.name, getattr(result, each.name)) for each in dataclasses.fields(result)]
     else:
-        return {}
-    return {key: value for part, inner in parts for key, value in named_tensors(inner, f"{name}.{part}").items()}
+        return {} if result is None else {name: result}
+    return {key: leaf for part, inner in parts for key, leaf in _leaves(inner, f"{name}.{part}").items()}
+
+
+def _tensor(leaf: Any) -> Tensor | None:
+    if isinstance(leaf, Tensor):
+        return torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+    if isinstance(leaf, float):
+        return torch.tensor(leaf, dtype=torch.float64)
+    return torch.tensor(leaf) if isinstance(leaf, int) else None
 
 
 def _is_mask(value: Tensor) -> bool:

@@ -1,0 +1,103 @@
+"""prove(): everything that a model gives is compared, and where nothing is, nothing passes."""
+
+import dataclasses
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from tfm_kernels.proof import prove_patched
+
+
+class Linear(nn.Module):
+    """A model whose forward a test replaces."""
+
+    def __init__(self, give=lambda y: y):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.give = give
+
+    def forward(self, x):
+        return self.give(self.linear(x))
+
+
+def prove(model, forward, inputs=None, **kwargs):
+    """The report on a model whose patch is another forward(model, x)."""
+    inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)) if inputs is None else inputs
+
+    def patch(patched):
+        patched.forward = lambda *args, **kwargs: forward(patched, *args, **kwargs)
+
+    return prove_patched(model, inputs, patch=patch, **kwargs)
+
+
+def same(model, x):
+    return type(model).forward(model, x)
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    state: object = None
+
+
+Pair = namedtuple("Pair", "first second")
+
+CONTAINERS = {
+    "dataclass": lambda y: Output(y),
+    "dataclass within": lambda y: {"out": [Output(y.detach() * 0.0, (y,))]},
+    "named tuple": lambda y: Pair(None, y),
+    "dict and tuple": lambda y: {"a": ({"b": y},)},
+    "complex": lambda y: torch.complex(y.float(), y.float()),
+    "Python's number": lambda y: y.sum().item(),
+    "integers": lambda y: y.argmax(-1),
+    "Python's integer": lambda y: (y > 0.0).sum().item(),
+    "bool": lambda y: (y > 0.0, None),
+}
+
+
+@pytest.mark.parametrize("give", CONTAINERS.values(), ids=CONTAINERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_of_every_kind_are_compared(give, dtype):
+    report = prove(Linear(give).eval(), same, dtype=dtype)
+    assert report.passed and any(row.kind == "output" for row in report.rows), report.table()
+    report = prove(Linear(give).eval(), lambda model, x: give(0.0 * model.linear(x)), dtype=dtype)
+    assert any(row.kind == "output" and not row.passed for row in report.rows), report.table()
+
+
+def test_one_wrong_integer_fails_and_is_counted():
+    give = lambda y: {"y": y, "ids": y.argmax(-1)}
+    flip = lambda y: {"y": y, "ids": torch.cat([y[:-1].argmax(-1), (y[-1:].argmax(-1) + 1) % 8])}
+    report = prove(Linear(give), lambda model, x: flip(model.linear(x)))
+    assert {str(row) for row in report.failures} == {"output.ids: 1 of 6 elements differ from PyTorch's"}
+
+
+class Cache:
+    pass
+
+
+def test_what_cannot_be_compared_is_named():
+    give = lambda y: Output(y, Cache())
+    report = prove(Linear(give), same)
+    assert report.passed and "output.state is of type Cache, which is not compared" in report.notes
+
+
+@pytest.mark.parametrize(
+    ("give", "dtype", "message"),
+    [
+        (lambda y: Cache(), None, "output is of type Cache"),
+        (lambda y: None, None, "it gives no tensor"),
+        (lambda y: (y * 6e4) * 6e4 * 6e4, torch.float16, "output is NaN or infinite in PyTorch"),
+        (lambda y: y[:0], None, "output is empty"),
+    ],
+    ids=["unknown type", "nothing", "overflow", "empty"],
+)
+def test_where_nothing_is_compared_nothing_passes(give, dtype, message):
+    with pytest.raises(ValueError, match=f"prove: no output of Linear can be compared: {message}"):
+        prove(Linear(give).eval(), same, dtype=dtype, loss_fn=lambda out: torch.zeros((), requires_grad=True))
+
+
+def test_outputs_that_are_zero_are_compared():
+    assert prove(Linear(lambda y: y * 0.0), same).passed
