@@ -101,3 +101,34 @@ def test_where_nothing_is_compared_nothing_passes(give, dtype, message):
 
 def test_outputs_that_are_zero_are_compared():
     assert prove(Linear(lambda y: y * 0.0), same).passed
+
+
+HIDDEN = torch.tensor([0, 0, 0, 1, 1, 1, 0, 0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("value", [1e3, torch.inf, torch.nan], ids=str)
+def test_what_is_infinite_in_pytorch_must_be_infinite(value):
+    report = prove(
+        Linear(lambda y: y.masked_fill(HIDDEN, -torch.inf)),
+        lambda model, x: model.linear(x).masked_fill(HIDDEN, value),
+        loss_fn=lambda y: y[:, :3].sum(),
+    )
+    told = "output: 18 elements are not the infinity or NaN that PyTorch gives"
+    assert {str(row) for row in report.failures} == {told}
+    assert prove(Linear(lambda y: y.masked_fill(HIDDEN, value)), same, loss_fn=lambda y: y[:, :3].sum()).passed
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x).detach())
+
+
+def test_a_gradient_that_pytorch_does_not_give_fails():
+    report = prove(TwoLayers(), lambda model, x: model.second(model.first(x)))
+    wrong = {str(row) for row in report.failures if row.kind == "gradient"}
+    assert wrong == {f"first: gradient of {name}: PyTorch gives none" for name in ("weight", "bias")}
+    assert any(row.kind == "module" and "gradient of input.0" in row.tensor for row in report.failures)

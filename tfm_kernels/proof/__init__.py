@@ -133,7 +133,7 @@ def prove_patched(
     for name, module in patched.named_modules():
         found = swap.fallbacks(module)
         report.notes += [f"{name or 'the model'} ran its original code, because {reason}" for reason in found]
-    report.rows += judge.compare("gradient", *trio.gradients(), rows_summed=trio.rows)
+    report.rows += judge.compare("gradient", *trio.gradients(), rows_summed=trio.rows, no_more=True)
 
     if names:
         progress("recording the inputs of the replaced modules")
@@ -151,7 +151,7 @@ def prove_patched(
             tell = lambda stage, what=what: progress(f"{what}, {stage}")  # noqa: E731
             paths.append(steps.train(each, call.to(width), own, count, rate, loss_fn, trio.ignored, tell, within))
         report.rows += judge.compare("step", *(path.losses for path in paths), module="", typical=typical)
-        report.rows += judge.compare("step", *(path.moves for path in paths))
+        report.rows += judge.compare("step", *(path.moves for path in paths), no_more=True)
     report.seconds = time.perf_counter() - started
     return report
 

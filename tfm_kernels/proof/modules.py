@@ -122,8 +122,8 @@ def compare_alone(
         stack = _is_stack(name, calls)
         yield from judge.compare("module", *trio.outputs(), module=name, leaning=None if stack else 0.05)
         gradients = [{f"gradient of {key}": value for key, value in found.items()} for found in trio.gradients()]
-        leaning = None if stack else 0.15
-        yield from judge.compare("module", *gradients, module=name, leaning=leaning, rows_summed=trio.rows)
+        options = {"leaning": None if stack else 0.15, "rows_summed": trio.rows, "no_more": True}
+        yield from judge.compare("module", *gradients, module=name, **options)
 
 
 def _is_stack(name: str, names: Iterable[str]) -> bool:

@@ -79,8 +79,9 @@ class Judge:
         leaning: float | None = None,
         typical: float = 0.0,
         rows_summed: int = 0,
+        no_more: bool = False,
     ) -> list[Row]:
-        """One row or two for each tensor of one kind; what only the patched model gives is not judged.
+        """One row or two for each tensor of one kind.
 
         Args:
             kind: of the rows.
@@ -92,6 +93,7 @@ class Judge:
                 from layer to layer.
             typical: the least that counts as a typical error, relative.
             rows_summed: over how many rows the gradients of vectors sum.
+            no_more: whether what only the patched model gives must be 0, as a gradient must; else it is not judged.
         """
         rows, errors = [], {}
         for name, exact in truth.items():
@@ -105,6 +107,10 @@ class Judge:
             if problem is not None:
                 rows.append(Row(kind, place, tensor, exact.numel(), 0.0, math.inf, 0.0, "form", problem))
                 errors.pop(name, None)
+        more = patched.keys() - truth.keys() - stock.keys() if no_more else ()
+        for name in sorted(name for name in more if bool(patched[name].any())):
+            form = (patched[name].numel(), 0.0, math.inf, 0.0, "form", "PyTorch gives none")
+            rows.append(Row(kind, *_place(kind, name, module), *form))
         total = math.sqrt(sum(error.size**2 for error in errors.values()))
         pooled = math.sqrt(sum(error.stock**2 for error in errors.values())) / total if total else 0.0
         typical = max(typical, pooled, rounding(self.dtype).unit / 2)
@@ -156,7 +162,7 @@ def typical_error(truth: Mapping[str, Tensor], stock: Mapping[str, Tensor]) -> f
 
 
 class _Error:
-    """The errors of one tensor, where R is finite."""
+    """The errors of one tensor, where R is finite; where R and S are the same infinity or NaN, K must be, too."""
 
     def __init__(self, exact: Tensor, stock: Tensor, patched: Tensor) -> None:
         exact, stock, patched = (t.detach().to("cpu", torch.float64) for t in (exact, stock, patched))
@@ -165,6 +171,10 @@ class _Error:
         lost = finite & stock.isfinite() & ~patched.isfinite()
         if lost.any():
             self.lost = f"{int(lost.sum())} elements are NaN or infinite that are finite in PyTorch"
+        agree = ~finite & ((exact == stock) | (exact.isnan() & stock.isnan()))
+        moved = agree & (patched != stock) & ~(stock.isnan() & patched.isnan())
+        if moved.any():
+            self.lost = f"{int(moved.sum())} elements are not the infinity or NaN that PyTorch gives"
         used = finite & stock.isfinite() & patched.isfinite()
         if not used.all():
             exact, stock, patched = (t.where(used, 0.0) for t in (exact, stock, patched))
