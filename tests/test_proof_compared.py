@@ -132,3 +132,50 @@ def test_a_gradient_that_pytorch_does_not_give_fails():
     wrong = {str(row) for row in report.failures if row.kind == "gradient"}
     assert wrong == {f"first: gradient of {name}: PyTorch gives none" for name in ("weight", "bias")}
     assert any(row.kind == "module" and "gradient of input.0" in row.tensor for row in report.failures)
+
+
+class Running(nn.Module):
+    """Normalises by statistics that its calls gather, and counts them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(1).expand(8))
+
+    def forward(self, x):
+        self.calls = self.calls + 1.0
+        return self.linear(self.norm(x)) * self.calls * self.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_buffers_are_the_same_before_each_run(dtype):
+    report = prove(Running(), same, dtype=dtype, count=2)
+    assert report.passed, report.table()
+    told = {(row.module, row.tensor) for row in report.rows if row.kind == "buffer"}
+    wanted = {("norm", "running_mean"), ("norm", "running_var"), ("norm", "num_batches_tracked"), ("", "calls")}
+    assert told == {(module, f"buffer of {name}") for module, name in wanted}
+
+
+def test_statistics_that_are_not_gathered_fail():
+    def forward(model, x):
+        model.calls += 1.0
+        norm = model.norm
+        return model.linear(nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.1, norm.eps))
+
+    report = prove(Running(), forward)
+    wrong = {(row.kind, row.module, row.tensor) for row in report.failures if row.kind != "module"}
+    gathered = ("running_mean", "running_var", "num_batches_tracked")
+    assert wrong == {("buffer", "norm", f"buffer of {name}") for name in gathered}
+    assert "3 buffers" not in str(report) and "4 buffers" in str(report)
+
+
+def test_a_buffer_that_only_the_patched_model_changes_fails():
+    def forward(model, x):
+        y = same(model, x)
+        model.scale = torch.zeros(8)
+        return y
+
+    report = prove(Running(), forward)
+    assert {row.tensor for row in report.failures if row.kind == "buffer"} == {"buffer of scale"}

@@ -38,9 +38,10 @@ def prove(
     error(patched) <= limit * error(original) + what chance and the last rounding explain       (P.1; proof/rule.py)
 
     Compared are the outputs, with and without a graph (integers exactly); the gradient of every parameter, and of
-    inputs that require one; ``steps`` training steps; and each replaced module alone, outputs and gradients, on the
-    inputs that the original feeds it, so that a failure has a name. In training mode dropout is on, and both models
-    drop the same elements. A note names each output that is not compared.
+    inputs that require one; the buffers that a call changes; ``steps`` training steps; and each replaced module alone,
+    outputs and gradients, on the inputs that the original feeds it, so that a failure has a name. Each run begins with
+    the buffers as they are. In training mode dropout is on, and both models drop the same elements. A note names each
+    output that is not compared.
     In 16 bits, attention that PyTorch would compute in float32 (with dropout, or with a bias that needs a gradient) is
     measured by the same formula in 16 bits, which is what fused attention costs elsewhere.
 
@@ -133,6 +134,7 @@ def prove_patched(
     for name, module in patched.named_modules():
         found = swap.fallbacks(module)
         report.notes += [f"{name or 'the model'} ran its original code, because {reason}" for reason in found]
+    report.rows += judge.compare("buffer", *trio.buffers(), typical=typical)
     report.rows += judge.compare("gradient", *trio.gradients(), rows_summed=trio.rows, no_more=True)
 
     if names:

@@ -18,7 +18,7 @@ from ..testing.same_dropout import same_dropout
 from . import precision
 from .report import Row
 from .rule import Judge
-from .runs import SEED, Call, device_of, seeded
+from .runs import SEED, Call, buffers_kept, device_of, seeded
 from .side_by_side import Models, PatchedFails, first_line, run_three
 
 
@@ -76,7 +76,7 @@ def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -
     torch.backends.mha.set_fastpath_enabled(False)  # it would pass the children of a layer by
     device = device_of(model, call)
     try:
-        with torch.no_grad(), seeded(SEED, device), same_dropout(device), precision.exactly(dtype):
+        with torch.no_grad(), seeded(SEED, device), same_dropout(device), buffers_kept(model), precision.exactly(dtype):
             model(*call.args, **call.kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -121,9 +121,13 @@ def compare_alone(
             continue
         stack = _is_stack(name, calls)
         yield from judge.compare("module", *trio.outputs(), module=name, leaning=None if stack else 0.05)
+        buffers = [{f"buffer {key}": value for key, value in found.items()} for found in trio.buffers()]
+        yield from judge.compare("module", *buffers, module=name)
         gradients = [{f"gradient of {key}": value for key, value in found.items()} for found in trio.gradients()]
-        options = {"leaning": None if stack else 0.15, "rows_summed": trio.rows, "no_more": True}
-        yield from judge.compare("module", *gradients, module=name, **options)
+        leaning = None if stack else 0.15
+        yield from judge.compare(
+            "module", *gradients, module=name, leaning=leaning, rows_summed=trio.rows, no_more=True
+        )
 
 
 def _is_stack(name: str, names: Iterable[str]) -> bool:

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-KINDS = ("output", "gradient", "step", "module")  # in the order of the table
+KINDS = ("output", "buffer", "gradient", "step", "module")  # in the order of the table
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Row:
     """One tensor of the patched model, compared.
 
     Attributes:
-        kind: "output", "gradient", "step" (of the whole model), or "module" (one replaced module, fed alone).
+        kind: "output", "buffer", "gradient", "step" (of the whole model), or "module" (one replaced module, fed alone).
         module: dotted name of the module that the tensor belongs to; "" for the model itself.
         tensor: "output", "gradient of weight", "loss after step 1" ...
         elements: how many elements were compared.
@@ -126,7 +126,7 @@ class ProofReport:
     def table(self) -> str:
         """The whole model's outputs, its worst gradients and steps, then one line per replaced module."""
         shown = [row for row in self.rows if row.kind == "output"]
-        for kind in ("gradient", "step"):
+        for kind in ("buffer", "gradient", "step"):
             rows = sorted((row for row in self.rows if row.kind == kind), key=lambda row: -row.load)
             shown += [row for number, row in enumerate(rows) if number < 5 or not row.passed]
         for module in dict.fromkeys(row.module for row in self.rows if row.kind == "module"):
@@ -166,7 +166,7 @@ class ProofReport:
         mode = "training, with the same elements dropped" if self.training else "evaluation"
         counts = ", ".join(
             f"{count} {kind}{'s' * (count != 1)}"
-            for kind in KINDS[:3]
+            for kind in KINDS[:-1]
             if (count := len({(row.module, row.tensor) for row in self.rows if row.kind == kind}))
         )
         alone = len({row.module for row in self.rows if row.kind == "module"})

@@ -93,7 +93,7 @@ class Judge:
                 from layer to layer.
             typical: the least that counts as a typical error, relative.
             rows_summed: over how many rows the gradients of vectors sum.
-            no_more: whether what only the patched model gives must be 0, as a gradient must; else it is not judged.
+            no_more: whether what only the patched model gives must be 0, as a gradient; else it is not judged.
         """
         rows, errors = [], {}
         for name, exact in truth.items():
@@ -109,8 +109,9 @@ class Judge:
                 errors.pop(name, None)
         more = patched.keys() - truth.keys() - stock.keys() if no_more else ()
         for name in sorted(name for name in more if bool(patched[name].any())):
-            form = (patched[name].numel(), 0.0, math.inf, 0.0, "form", "PyTorch gives none")
-            rows.append(Row(kind, *_place(kind, name, module), *form))
+            place, tensor = _place(kind, name, module)
+            count = patched[name].numel()
+            rows.append(Row(kind, place, tensor, count, 0.0, math.inf, 0.0, "form", "PyTorch gives none"))
         total = math.sqrt(sum(error.size**2 for error in errors.values()))
         pooled = math.sqrt(sum(error.stock**2 for error in errors.values())) / total if total else 0.0
         typical = max(typical, pooled, rounding(self.dtype).unit / 2)

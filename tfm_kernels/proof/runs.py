@@ -82,18 +82,22 @@ class Run:
         gradients: name -> gradient of a parameter or input; parameters without one are left out.
         loss: the loss in float64, where the gradients are those of a loss.
         unknown: name -> type of what is neither a tensor nor a number, nor holds such.
+        buffers: name -> buffer, as the forward left it.
+        changed: names of the buffers that the forward changed.
     """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     unknown: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
 
 
 def forward(model: nn.Module, call: Call, *, seed: int = SEED) -> dict[str, Tensor]:
     """The outputs, by name, detached."""
     device = device_of(model, call)
-    with seeded(seed, device), same_dropout(device):
+    with seeded(seed, device), same_dropout(device), buffers_kept(model):
         return {name: value.detach() for name, value in named_tensors(model(*call.args, **call.kwargs)).items()}
 
 
@@ -122,13 +126,15 @@ def run(
     """
     model.zero_grad(set_to_none=True)
     device = device_of(model, call)
-    with seeded(seed, device), same_dropout(device):
+    with seeded(seed, device), same_dropout(device), buffers_kept(model) as before:
         with within():
             result = model(*call.args, **call.kwargs)
             loss = None if loss_fn is None else loss_fn(result)
         outputs = named_tensors(result)
         done = Run({name: value.detach() for name, value in outputs.items()})
         done.unknown = {n: type(v).__name__ for n, v in _leaves(result, "output").items() if n not in outputs}
+        done.buffers = {n: b.detach().clone() for n, b in model.named_buffers() if n in before}
+        done.changed = {n for n, b in done.buffers.items() if not _same(b, before[n])}
         floating = {name: value for name, value in outputs.items() if value.is_floating_point()}
         if loss_fn is not None:
             if not (isinstance(loss, Tensor) and loss.numel() == 1):
@@ -203,6 +209,26 @@ def device_of(model: nn.Module, call: Call) -> torch.device:
         return first.device
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Gives copies of the buffers, name -> tensor; after the block the model has its own again, as they were."""
+    held = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    saved = [buffer.detach().clone() for _, _, buffer in held]
+    try:
+        yield {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    finally:
+        with torch.no_grad():
+            for (module, name, buffer), value in zip(held, saved, strict=True):
+                if not _same(buffer, value):
+                    buffer.copy_(value)
+                module._buffers[name] = buffer
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two buffers hold the same; NaN equals NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 @contextmanager

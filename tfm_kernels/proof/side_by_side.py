@@ -61,6 +61,12 @@ class Trio:
         """The gradients of the three."""
         return [self.exact.gradients, self.stock.gradients, self.patched.gradients]
 
+    def buffers(self) -> list[dict[str, Tensor]]:
+        """Those of the three that any of them changed."""
+        runs = (self.exact, self.stock, self.patched)
+        changed = set().union(*(done.changed for done in runs))
+        return [{name: b for name, b in done.buffers.items() if name in changed} for done in runs]
+
     @property
     def rows(self) -> int:
         """Of the output that has most: over so many a gradient of a vector sums."""
