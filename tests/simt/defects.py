@@ -83,13 +83,13 @@ DEFECTS = {
     "one_pass_variance": Defect(
         FWD_FILE,
         (
-            ("const float d = values[k][i] - mean;", "const float d = values[k][i];"),
-            ("group.sum(squares) / divisor +", "(group.sum(squares) - args.n * mean * mean) / divisor +"),
+            ("values[k][i] * values[k][i]; });", "(values[k][i] + mean) * (values[k][i] + mean); });"),
+            ("squares = group.sum(squares);", "squares = group.sum(squares) - args.n * mean * mean;"),
         ),
         quick=True,
     ),
     "variance_counts_columns_that_are_not_there": defect(
-        FWD_FILE, "here.first + k * distance + i < args.n ? d * d : 0.0f", "d * d"
+        FWD_FILE, "here.first + k * distance + i < args.n ? values[k][i] - mean : 0.0f", "values[k][i] - mean"
     ),
     "biased_where_unbiased_is_asked": defect(FWD_FILE, "args.unbiased ? args.n - 1 : args.n", "args.n"),
     "z_not_rounded": defect(FWD_FILE, "static_cast<float>(static_cast<T>(values[k][i] + r))", "values[k][i] + r"),

@@ -39,7 +39,7 @@ def learnt(folder, task, longest, steps, width):
     torch.manual_seed(0)
     size = vocabulary.size
     config = models.TranslationConfig(
-        size, size, 2, 2, d_model=width, nhead=4, dim_feedforward=2 * width, dropout=0.0, norm_first=True, max_length=64
+        size, size, width, 4, 2, 2, dim_feedforward=2 * width, dropout=0.0, norm_first=True, max_length=64
     )
     model = models.TranslationTransformer(config)
     how = training.TrainingConfig(
