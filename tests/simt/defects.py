@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.fences import fenced, huge
+from tests.layer_norm_semantics import assert_constant_row_gives_the_bias
 from tests.simt.build import ROOT
 from tfm_kernels.ops.layer_norm import BWD, FWD
 from tfm_kernels.testing import assert_contract
@@ -91,6 +92,7 @@ DEFECTS = {
     "variance_counts_columns_that_are_not_there": defect(
         FWD_FILE, "here.first + k * distance + i < args.n ? values[k][i] - mean : 0.0f", "values[k][i] - mean"
     ),
+    "mean_of_equal_numbers_is_another": defect(FWD_FILE, "mean += off;", "mean += 0.0f * off;"),
     "biased_where_unbiased_is_asked": defect(FWD_FILE, "args.unbiased ? args.n - 1 : args.n", "args.n"),
     "z_not_rounded": defect(FWD_FILE, "static_cast<float>(static_cast<T>(values[k][i] + r))", "values[k][i] + r"),
     "bias_before_weight": Defect(
@@ -140,6 +142,8 @@ def trial(simt):
     for op, rows, width, dtype in cases:
         assert_contract(op, _call(op, rows, width, dtype), "cuda")
     assert_contract("layer_norm", {"x": randn(5, 640, mean=1e3), "unbiased": False}, "cuda")
+    for width in (768, 17000):
+        assert_constant_row_gives_the_bias("cuda", torch.float32, width)
     for op, rows, width, dtype in cases:
         simt.assert_schedules_agree(op, _call(op, rows, width, dtype), range(2, 8), multiprocessors=3, most=3)
     _far_rows()
