@@ -174,11 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(seconds(options.child)))
         return 0
     found = {op: measure(op) for op in options.op or CALL}
-    if options.out is not None:
-        options.out.write_text(
-            json.dumps({**record.environment(), "triton": version("triton"), "ops": found}, indent=1)
-        )
     print(json.dumps(found) if options.json else table(found))
+    if options.out is not None:  # after the print: a file that cannot be written loses nothing
+        data = {**record.environment(), "triton": version("triton"), "ops": found}
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
 

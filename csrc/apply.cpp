@@ -1,6 +1,6 @@
 // apply(number, *arguments): an operator's forward and its node in autograd's graph, without
 // Python, where the same costs as much as a small kernel. It carries out a plan that Python has
-// made; what the plan means is written at _library.Rule, which carries it out for all other calls.
+// made; what the plan means is written at _autograd.Rule, which carries it out for all other calls.
 #include "apply.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>

@@ -14,7 +14,7 @@ class Tensor;
 
 namespace tfm_kernels {
 
-// What _library.Rule read off the schemas of an op's forward and backward operators; see there.
+// What _autograd.Rule read off the schemas of an op's forward and backward operators; see there.
 struct Plan {
   std::string forward, backward;                // qualified names; no backward: no gradients
   std::vector<std::array<int64_t, 2>> sources;  // of each argument of the backward: (kind, index)

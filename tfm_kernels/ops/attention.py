@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from .. import _check, _library, dropout
+from .._autograd import differentiate
 from .._backend import UNPROVEN, Choices, Op, StandIn, register, select
-from .._library import declare, differentiate, missing, signature
+from .._library import declare, missing, signature
 from ..aten import attention as aten
 from ..mask import Mask
 from ..reference import attention as reference

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _backend, _library
+from .. import _autograd, _backend, _library
 from .attention_watch import is_watched
 
 
@@ -71,7 +71,7 @@ def attention_step(
     if not taken or is_watched():  # a watcher is told of ops.attention alone
         return None
     given = x, in_weight, in_bias, out_weight, out_bias, keys, values, length, grows, keep
-    y = _library.below_autograd(_STEP["cpu"], *given)
+    y = _autograd.below_autograd(_STEP["cpu"], *given)
     assert isinstance(y, Tensor)
     return y
 

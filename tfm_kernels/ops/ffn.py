@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _backend, _check, _library
+from .. import _autograd, _backend, _check, _library
 from ..aten import ffn as aten
 from ..reference import ffn as reference
 from .ffn_call import ACTIVATIONS, Call, bucket, describe, prefer
@@ -103,7 +103,7 @@ BWD = _library.declare(
 )
 
 
-_apply = _library.differentiate(FWD, BWD)
+_apply = _autograd.differentiate(FWD, BWD)
 
 
 def ffn(
@@ -181,4 +181,4 @@ def ffn(
     index, save = ACTIVATIONS.index(activation), call.training and not recompute
     dropout_rows = None if dropout_rows is None else dropout_rows.contiguous()
     y, _ = _apply(name, rows, w1, b1, w2, b2, gate, index, float(dropout_p), seed, dropout_rows, save)
-    return _library.shaped_like(y, x)
+    return _autograd.shaped_like(y, x)

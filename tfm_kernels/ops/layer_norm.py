@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _check, _library
+from .. import _autograd, _check, _library
 from .._backend import UNPROVEN, Choices, Op, StandIn, register, select
 from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
@@ -67,7 +67,7 @@ BWD = _library.declare(
 
 
 # without a residual z is x, and without dropout dx serves for both summands
-_apply = _library.differentiate(FWD, BWD, like="z", absent={"z": ("residual", "x")}, shared={"dresidual": "dx"})
+_apply = _autograd.differentiate(FWD, BWD, like="z", absent={"z": ("residual", "x")}, shared={"dresidual": "dx"})
 
 
 def _aten_support(call: Call) -> str | None:

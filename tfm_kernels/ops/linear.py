@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _backend, _check, _library, _measured
+from .. import _autograd, _backend, _check, _library, _measured
 from ..aten import linear as aten
 from ..reference import linear as reference
 
@@ -181,4 +181,4 @@ def _run(name: str, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) 
     if name == "reference":
         y = reference.linear(rows, weight, bias)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)
-    return _library.shaped_like(_library.below_autograd(_FWD[name], rows, weight, bias), x)
+    return _autograd.shaped_like(_autograd.below_autograd(_FWD[name], rows, weight, bias), x)
