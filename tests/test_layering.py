@@ -115,7 +115,7 @@ def op_stem(name):
     name = name.removeprefix("_")
     if name == "scaled_dot_product_attention":
         return "attention"
-    return next((stem for stem in stems() if name == stem or name.startswith(stem + "_")), name)
+    return max((stem for stem in stems() if name == stem or name.startswith(stem + "_")), key=len, default=name)
 
 
 def stems():

@@ -13,4 +13,5 @@ from .layer_norm import add_rms_norm as add_rms_norm
 from .layer_norm import layer_norm as layer_norm
 from .layer_norm import rms_norm as rms_norm
 from .linear import linear as linear
+from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .scaled_dot_product_attention import scaled_dot_product_attention as scaled_dot_product_attention

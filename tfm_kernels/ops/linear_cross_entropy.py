@@ -1,0 +1,235 @@
+"""The loss of a language model from its hidden states: linear layer and cross entropy, without the logits in memory.
+
+For rows x (M, K), classes' weights (V, K), targets t (M,), smoothing s:
+
+    z = x w^T + b                                       (M, V), a tile at a time              (LCE.1)
+    lse = log sum_v exp(z_v)                            (M,)                                  (LCE.2)
+    loss = lse - (1 - s) z_t - s mean_v(z_v), and 0 where t is ignore_index                   (LCE.3)
+
+    dz_v = dloss (exp(z_v - lse) - (1 - s) [v = t] - s / V), and 0 where t is ignored         (LCE.4)
+    dx = dz w,  dweight = dz^T x,  dbias = sum of dz over rows                                (LCE.5)
+
+The kernels give one loss a row; "sum" and "mean" (over the rows that are not ignored) are taken of them here.
+Residual: lse, from which the backward computes z again. loss and lse are float32, float64 for float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _autograd, _backend, _check, _library, _measured
+from ..aten import linear_cross_entropy as aten
+from ..reference import linear_cross_entropy as reference
+
+COMPILED = ("cpu",)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice of a backend depends on."""
+
+    device: str
+    dtype: torch.dtype
+    rows: int
+    width: int
+    classes: int
+    biased: bool
+    training: bool
+
+
+def _cpu(call: Call) -> str | None:
+    if call.device != "cpu":
+        return f"needs a CPU tensor, got {call.device}"
+    return _library.missing("linear_cross_entropy", "cpu")
+
+
+SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
+
+
+def prefer(call: Call) -> tuple[str, ...]:
+    """Backends in the order of automatic choice."""
+    return ("cpu", "aten", "reference") if call.device == "cpu" else ("aten", "reference")
+
+
+def describe(x, weight, target, bias=None, *, ignore_index=-100, label_smoothing=0.0, reduction="mean") -> Call:
+    """Checks the arguments of linear_cross_entropy(), but for the numbers in ``target``."""
+    tensors: dict[str, Tensor | None] = {"x": x, "weight": weight, "bias": bias}
+    for name, value in tensors.items():
+        _check.tensor("linear_cross_entropy", name, value, optional=name == "bias")
+    _check.tensor("linear_cross_entropy", "target", target)
+    _check.floating("linear_cross_entropy", **tensors)
+    _check.same("linear_cross_entropy", **tensors)
+    _check.dense("linear_cross_entropy", **tensors, target=target)
+    if x.dim() == 0:
+        raise ValueError("linear_cross_entropy: x must have shape (..., K), got ()")
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        raise ValueError(
+            f"linear_cross_entropy: weight must have shape (V, K) with V at least 1, got {tuple(weight.shape)}"
+        )
+    classes, width = weight.shape
+    _check.shape("linear_cross_entropy", "weight", weight, (classes, x.shape[-1]), "x", x)
+    _check.shape("linear_cross_entropy", "bias", bias, (classes,), "weight", weight)
+    if target.dtype != torch.int64:
+        raise ValueError(f"linear_cross_entropy: target must be int64, class numbers, got {_check.dtype_name(target)}")
+    _check.shape("linear_cross_entropy", "target", target, x.shape[:-1], "x", x)
+    _check.same_device("linear_cross_entropy", x=x, target=target)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, torch.SymInt)):
+        raise TypeError(f"linear_cross_entropy: ignore_index must be an int, got {type(ignore_index).__name__}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"linear_cross_entropy: ignore_index must fit in int64, got {ignore_index}")
+    _check.probability("linear_cross_entropy", "label_smoothing", label_smoothing)
+    _check.choice("linear_cross_entropy", "reduction", reduction, REDUCTIONS)
+    training = _check.records_graph(*tensors.values())
+    return Call(x.device.type, x.dtype, math.prod(x.shape[:-1]), width, classes, bias is not None, training)
+
+
+def bucket(call: Call) -> tuple[str, str]:
+    """The device, and what a measured time depends on."""
+    rows = _measured.rounded(call.rows)
+    return call.device, _measured.bucket(
+        call.dtype, rows=rows, width=call.width, classes=call.classes, biased=call.biased, training=call.training
+    )
+
+
+def _stand_in(call: Call) -> _backend.StandIn:
+    given: dict[str, Any] = {"dtype": call.dtype, "device": call.device}
+    x, weight = torch.randn(call.rows, call.width, **given), torch.randn(call.classes, call.width, **given)
+    weight.div_(max(call.width, 1) ** 0.5)
+    bias = torch.zeros(call.classes, **given) if call.biased else None
+    target = torch.randint(call.classes, (call.rows,), device=call.device)
+    leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
+    return _backend.StandIn(
+        lambda backend: (linear_cross_entropy(x, weight, target, bias, backend=backend),),
+        [leaf.requires_grad_() for leaf in leaves] if call.training else [],
+    )
+
+
+OP = _backend.register(_backend.Op("linear_cross_entropy", SUPPORT, prefer, describe, bucket, _stand_in))
+_CHOICES = _backend.Choices()  # (backend, Call)
+
+
+def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _fwd_fake(x, weight, bias, target, ignore_index, label_smoothing):
+    new = lambda: x.new_empty((x.shape[0],), dtype=_loss_dtype(x.dtype))  # noqa: E731
+    return new(), new()
+
+
+def _bwd_fake(dloss, x, weight, bias, target, lse, ignore_index, label_smoothing, *needs):
+    shapes = (x.shape, weight.shape, (weight.shape[0],))
+    return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
+
+
+FWD = _library.declare(
+    "linear_cross_entropy_fwd",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float label_smoothing) "
+    "-> (Tensor loss, Tensor lse)",
+    _fwd_fake,
+    COMPILED,
+)
+BWD = _library.declare(
+    "linear_cross_entropy_bwd",
+    "(Tensor dloss, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, int ignore_index, "
+    "float label_smoothing, bool need_x, bool need_weight, bool need_bias) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+    _bwd_fake,
+    COMPILED,
+)
+
+
+_apply = _autograd.differentiate(FWD, BWD)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Tensor:
+    """The cross entropy of ``softmax(x weight^T + bias)`` with class numbers, without a tensor of logits.
+
+    F.cross_entropy(F.linear(x, weight, bias).float(), target, ...)            (LCE.1 to LCE.3)
+
+    Args:
+        x: (..., K), float16 | bfloat16 | float32 | float64. Any strides.
+        weight: (V, K), dtype of ``x``, as in nn.Linear; V at least 1.
+        target: (...), int64, each in [0, V) or ``ignore_index``.
+        bias: (V,), or None for no bias.
+        ignore_index: the target of rows that count for nothing: their loss and gradients are 0, whatever is in ``x``
+            (on aten NaN there spreads, as in PyTorch); the cpu backend spends no time on them.
+        label_smoothing: the share of the target's probability that all classes get evenly, in [0, 1].
+        reduction: "mean" over the rows that are not ignored (NaN where there are none, as in PyTorch), "sum", "none".
+        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+
+    Returns:
+        (), or (...) where ``reduction`` is "none": float32, float64 for float64, because a loss of 16 bits has two
+        digits. On the device of ``x``.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: shapes, dtypes or devices disagree, or, on a CPU, a target is no class (the message names
+            argument, expected, got).
+        BackendError: ``backend`` was named and cannot run this call (the message says why).
+
+    Numerics: sums and softmax in float32 (float64 for float64); the gradient of the logits is rounded once to the
+        dtype of ``x`` where a product takes it so. Deterministic, forward and backward. Differentiable once in x,
+        weight and bias (twice on reference and aten).
+    Cost: 2 M K V FLOPs forward, three times that backward (the logits are computed again); M rows that are not
+        ignored. The cpu backend keeps 8 M bytes for the backward and works in memory that does not grow with M.
+    Source: own work; the idea of leaving the logits out is that of Wijmans et al. 2024, arXiv:2411.09009.
+
+    Example:
+        >>> x, weight = torch.randn(2, 5, 8), torch.randn(100, 8)
+        >>> linear_cross_entropy(x, weight, torch.randint(100, (2, 5))).shape
+        torch.Size([])
+    """
+    key = _library.signature(backend, x, weight, target, bias, ignore_index, label_smoothing, reduction)
+    choice = _CHOICES.get(key)
+    if choice is None:
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+        call = describe(x, weight, target, bias, **options)
+        choice = _CHOICES.keep(key, (_backend.select(OP, call, backend), call))
+    name, call = choice
+    _refuse_targets(target, call.classes, ignore_index)
+    rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)
+    numbers = target if target.dim() == 1 else target.reshape(call.rows)
+    if name in FWD:
+        losses, _ = _apply(name, rows, weight, bias, numbers, ignore_index, float(label_smoothing))
+        loss = _reduced(losses, numbers, ignore_index, reduction)
+    else:
+        composed = aten if name == "aten" else reference
+        loss = composed.linear_cross_entropy(rows, weight, numbers, bias, ignore_index, label_smoothing, reduction)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _refuse_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+    """Refuses numbers that are no class, where reading them waits for no device."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling() or _library.transformed():
+        return
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if bool(wrong.any()):
+        place = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"linear_cross_entropy: target must lie in [0, {classes}) or be ignore_index {ignore_index}, got "
+            f"{int(target[tuple(place)])} at {place}"
+        )
