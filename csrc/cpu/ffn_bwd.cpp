@@ -40,13 +40,12 @@ struct Memory {
       : options(x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)),
         wide(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16) {
     const int64_t E = args.E, F = args.F, Eo = args.Eo, block = args.block;
-    args.dp_ld = ffn_bwd_ld(std::min(kFfnSumStep, F));
     args.dy_t_ld = block + 16;  // not a power of two, either
     args.x_panels = room(x_panels, args.dw1 || args.dgate, round_up(E, kPanel) * block);
     args.dy_t = room(dy_t, args.dw2, Eo * args.dy_t_ld);
-    const int64_t slices = ceil_div(F, kFfnSumStep);
-    args.dp = room(dp, true, slices * block * args.dp_ld);
-    args.dg = room(dg, args.gated, slices * block * args.dp_ld);
+    args.dp = args.dg = Slices(block, F);
+    args.dp.data = room(dp, true, args.dp.elements(F));
+    args.dg.data = room(dg, args.gated, args.dg.elements(F));
     const bool copies = wide && !args.bf16_tiles;
     args.x_rows_ld = copies ? E : args.x_stride_m;
     args.dy_rows_ld = copies ? Eo : args.dy_stride_m;
@@ -133,14 +132,15 @@ void run_few_rows(FfnBwd& args, DType dtype, const at::Tensor& x, const at::Tens
   args.dy_rows = dy_rows.const_data_ptr();
   args.x_rows_ld = x_rows.stride(0);
   args.dy_rows_ld = dy_rows.stride(0);
-  args.dp_ld = ffn_bwd_ld(args.F);
+  args.dp = args.dg = Slices(args.M, args.F, args.F);
   const int64_t threads = at::get_num_threads();
   const int64_t chunk =
       std::clamp<int64_t>(round_up(ceil_div(args.F, threads), kPanel), kPanel, 512);
-  const int64_t room = ffn_bwd_few_rows_scratch(args, chunk, args.E), held = args.M * args.dp_ld;
+  const int64_t room = ffn_bwd_few_rows_scratch(args, chunk, args.E),
+                held = args.dp.elements(args.F);
   const Workspace workspace(x, (args.gated ? 2 : 1) * held, threads * room);
-  args.dp = workspace.first(0);
-  args.dg = args.gated ? workspace.first(held) : nullptr;
+  args.dp.data = workspace.first(0);
+  args.dg.data = args.gated ? workspace.first(held) : nullptr;
   const int64_t chunks = ceil_div(args.F, chunk);
   for_tasks(chunks, std::min(chunks, threads), [&](int64_t task, int64_t worker) {
     const int64_t begin = task * chunk;

@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "activation.h"
-#include "gemm.h"
+#include "gradient.h"
 #include "isa.h"
 #include "philox.h"
 #include "vec.h"
@@ -36,22 +36,15 @@ struct FfnBwd {
   void* x_panels;                // panels of columns, each (block, width)
   void* dy_t;                    // (Eo, dy_t_ld)
   const void *x_rows, *dy_rows;  // (block, E), (block, Eo) of the present block
-  void *dp, *dg;                 // slices of kFfnSumStep features, each (block, dp_ld)
+  Slices dp, dg;                 // of the present block
   void* dx_sum;                  // (block, E) of the present block
   bool own_sums;  // of the weights' gradients, of one block: tasks form them in their own memory
   void *dw1_sum, *dw2_sum, *dgate_sum;
   double* db1_sum;  // (F)
-  int64_t x_rows_ld, dy_rows_ld, dy_t_ld, dp_ld;
+  int64_t x_rows_ld, dy_rows_ld, dy_t_ld;
 
   bool needs_dh() const { return dx || dw1 || dgate || db1; }
 };
-
-constexpr int64_t kFfnRowStep = 128;  // rows of a left operand that stay in L2 while panels pass
-constexpr int64_t kFfnSumStep = 512;  // hidden features summed at a time in `input`
-
-// The leading dimension of so many features or columns in working memory: whole panels and a bit,
-// because rows a power of two apart would thrash L1.
-inline int64_t ffn_bwd_ld(int64_t n) { return round_up(n, kPanel) + 16; }
 
 // Elements of working memory that one task of `hidden` or `input` needs.
 inline int64_t ffn_bwd_scratch(const FfnBwd& args) {
@@ -60,10 +53,10 @@ inline int64_t ffn_bwd_scratch(const FfnBwd& args) {
                          (2 + gates) * args.chunk * args.strip +
                          gates * args.chunk * (args.strip + 16);
   const int64_t sums = args.block <= args.strip
-                           ? kFfnRowStep * kPanel
+                           ? kGradientRowStep * kPanel
                            : args.chunk * (gates * round_up(args.E, kPanel) + args.Eo);
   return std::max(hidden + (args.own_sums ? sums : 0),
-                  std::min(args.F, kFfnSumStep) * round_up(args.E, kPanel));
+                  std::min(args.F, kGradientSumStep) * round_up(args.E, kPanel));
 }
 
 // `row` is the first of the present block, which has `rows`; begin and end count within it.
@@ -95,7 +88,7 @@ TFM_DECLARE_KERNEL(void ffn_bwd_few_rows_input(const FfnBwd& args, DType dtype, 
 
 // Elements of working memory that a task of so many features or columns needs.
 inline int64_t ffn_bwd_few_rows_scratch(const FfnBwd& args, int64_t features, int64_t columns) {
-  return args.M * std::max((args.gated ? 3 : 2) * ffn_bwd_ld(features), ffn_bwd_ld(columns));
+  return args.M * std::max((args.gated ? 3 : 2) * gradient_ld(features), gradient_ld(columns));
 }
 
 }  // namespace tfm_kernels

@@ -91,11 +91,11 @@ void outer_product(int64_t rows, int64_t m, int64_t n, const C* left, int64_t le
 template <typename T, typename C = compute_t<T>>
 void hidden_features(const FfnBwd& args, int64_t begin, int64_t end, C* scratch) {
   const int64_t rows = args.M, E = args.E, F = args.F, Eo = args.Eo, n = end - begin;
-  const int64_t ld = ffn_bwd_ld(n);
+  const int64_t ld = gradient_ld(n);
   C *dh = scratch, *h = dh + rows * ld, *linear = args.gated ? h + rows * ld : nullptr;
   const C *x = static_cast<const C*>(args.x_rows), *dy = static_cast<const C*>(args.dy_rows);
-  C* dp = static_cast<C*>(args.dp) + begin;
-  C* dg = args.gated ? static_cast<C*>(args.dg) + begin : nullptr;
+  C* dp = args.dp.at<C>(0, begin);
+  C* dg = args.gated ? args.dg.at<C>(0, begin) : nullptr;
   const auto at = [&](void* gradient, int64_t element) {
     return static_cast<T*>(gradient) + element;
   };
@@ -104,36 +104,36 @@ void hidden_features(const FfnBwd& args, int64_t begin, int64_t end, C* scratch)
   if (args.needs_dh())
     add_product(rows, n, Eo, dy, args.dy_rows_ld, static_cast<const T*>(args.w2) + begin, F, dh,
                 ld);
-  alignas(64) C factors[kFfnPanel];
-  std::fill(factors, factors + kFfnPanel, C(1));
+  alignas(64) C factors[kGradientPanel];
+  std::fill(factors, factors + kGradientPanel, C(1));
   for_activation(args.activation, [&](auto act) {
     using Act = decltype(act);
     const auto step = args.gated ? differentiate<Act, true, C> : differentiate<Act, false, C>;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t number = args.dropout_rows ? args.dropout_rows[r] : r;
       const T* stored = static_cast<const T*>(args.preact) + r * (args.gated ? 2 * F : F) + begin;
-      for (int64_t j = 0; j < n; j += kFfnPanel) {
-        const int64_t width = std::min(kFfnPanel, n - j), in_row = r * ld + j;
+      for (int64_t j = 0; j < n; j += kGradientPanel) {
+        const int64_t width = std::min(kGradientPanel, n - j), in_row = r * ld + j;
         if (args.dropout.active())
-          dropout_factors(args.dropout.seed, number, begin + j, kFfnPanel, args.dropout.bound,
+          dropout_factors(args.dropout.seed, number, begin + j, kGradientPanel, args.dropout.bound,
                           static_cast<C>(args.dropout.scale), factors);
         load_preact<T>(stored + j, nullptr, width, h + in_row);
         if (linear) load_preact<T>(stored + F + j, nullptr, width, linear + in_row);
         step(factors, dh + in_row, h + in_row, linear ? linear + in_row : nullptr,
-             dp + r * args.dp_ld + j, dg ? dg + r * args.dp_ld + j : nullptr);
+             dp + r * args.dp.ld + j, dg ? dg + r * args.dp.ld + j : nullptr);
       }
     }
   });
 
   if (args.dw1)
-    outer_product(rows, n, E, dp, args.dp_ld, x, args.x_rows_ld, at(args.dw1, begin * E), E);
+    outer_product(rows, n, E, dp, args.dp.ld, x, args.x_rows_ld, at(args.dw1, begin * E), E);
   if (args.dgate)
-    outer_product(rows, n, E, dg, args.dp_ld, x, args.x_rows_ld, at(args.dgate, begin * E), E);
+    outer_product(rows, n, E, dg, args.dp.ld, x, args.x_rows_ld, at(args.dgate, begin * E), E);
   if (args.dw2) outer_product(rows, Eo, n, dy, args.dy_rows_ld, h, ld, at(args.dw2, begin), F);
   if (!args.db1) return;
   for (int64_t j = 0; j < n; ++j) {
     double sum = 0.0;
-    for (int64_t r = 0; r < rows; ++r) sum += dp[r * args.dp_ld + j];
+    for (int64_t r = 0; r < rows; ++r) sum += dp[r * args.dp.ld + j];
     *at(args.db1, begin + j) = static_cast<T>(static_cast<C>(sum));
   }
 }
@@ -141,11 +141,11 @@ void hidden_features(const FfnBwd& args, int64_t begin, int64_t end, C* scratch)
 template <typename T, typename C = compute_t<T>>
 void input_columns(const FfnBwd& args, int64_t first, int64_t last, C* sum) {
   const int64_t rows = args.M, E = args.E, columns = last - first;
-  const int64_t ld = ffn_bwd_ld(columns);
+  const int64_t ld = gradient_ld(columns);
   std::fill_n(sum, rows * ld, C(0));
-  const auto add = [&](const void* weight, const void* d) {
-    add_product(rows, columns, args.F, static_cast<const C*>(d), args.dp_ld,
-                static_cast<const T*>(weight) + first, E, sum, ld);
+  const auto add = [&](const void* weight, const Slices& d) {
+    add_product(rows, columns, args.F, d.at<C>(0, 0), d.ld, static_cast<const T*>(weight) + first,
+                E, sum, ld);
   };
   add(args.w1, args.dp);
   if (args.gated) add(args.gate, args.dg);

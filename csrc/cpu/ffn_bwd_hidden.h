@@ -1,14 +1,11 @@
 // What ffn_bwd does with the hidden activation between its products: FFN.3 and FFN.6.
 #pragma once
 #include "ffn_bwd.h"
-#include "vec.h"
+#include "gradient.h"
 
 namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
-
-// Columns of a panel here: where vectors hold 8 numbers, 32 (see panel_rows()).
-constexpr int64_t kFfnPanel = Vec::size() < 16 ? kPanel / 2 : kPanel;
 
 // What a row of a panel holds of preact, or of the gate's product: stored, or just computed;
 // rounded either way.
@@ -18,21 +15,21 @@ void load_preact(const T* stored, const T* bias, int64_t n, C* values) {
     if (bias)
       for (int64_t j = 0; j < n; ++j) values[j] += static_cast<C>(bias[j]);
     if constexpr (std::is_same_v<T, C>) return;
-    T rounded[kFfnPanel];
+    T rounded[kGradientPanel];
     narrow(values, n, rounded);
     return widen(rounded, n, values);
   }
   widen(stored, n, values);
-  for (int64_t j = n; j < kFfnPanel; ++j) values[j] = C(0);
+  for (int64_t j = n; j < kGradientPanel; ++j) values[j] = C(0);
 }
 
-// FFN.3 and FFN.6 on kFfnPanel features of a row: from dh, p and g to h (in the place of p), dp and
-// dg; g and dg are null without a gate. (Asked for in the loop, a missing dg becomes a masked
-// store, which costs AMD's processors more than all the rest.)
+// FFN.3 and FFN.6 on kGradientPanel features of a row: from dh, p and g to h (in the place of p),
+// dp and dg; g and dg are null without a gate. (Asked for in the loop, a missing dg becomes a
+// masked store, which costs AMD's processors more than all the rest.)
 template <typename Act, bool kGated, typename C>
 void differentiate(const C* factor, const C* dh, C* p, const C* g, C* dp, C* dg) {
 #pragma omp simd
-  for (int64_t j = 0; j < kFfnPanel; ++j) {
+  for (int64_t j = 0; j < kGradientPanel; ++j) {
     C slope;
     const C value = Act::value(p[j], slope), scaled = dh[j] * factor[j];
     const C d = factor[j] == C(0) ? C(0) : scaled;

@@ -9,38 +9,11 @@
 #include <utility>
 
 #include "ffn_bwd_hidden.h"
-#include "prefetch.h"
-#include "transpose.h"
-#include "weights.h"
+#include "gradient.h"
 
 namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
-
-// Panels of columns of a right operand from src (rows, columns), the last filled up with zeros.
-// Row r of panel p begins at dst + p * panel_size + r * kFfnPanel; bfloat16: an odd row is followed
-// by zeros.
-template <typename O, typename T>
-void pack_panels(const T* src, int64_t src_ld, int64_t rows, int64_t columns, O* dst,
-                 int64_t panel_size) {
-  const int64_t whole = columns / kFfnPanel, rest = columns % kFfnPanel;
-  for (int64_t r = 0; r < rows;
-       r += kPair<O>, src += kPair<O> * src_ld, dst += kPair<O> * kFfnPanel) {
-    for (int64_t i = 0; i < kPair<O>; ++i)
-      if (r + i + kAhead < rows) prefetch(src + (i + kAhead) * src_ld, columns);
-    const auto take = [&](int64_t c, int64_t n, O* out) {
-      if constexpr (std::is_same_v<O, compute_t<T>>)
-        widen(src + c, n, out);
-      else
-        pair_rows(src + c, r + 1 < rows ? src + src_ld + c : nullptr, n, out);
-    };
-    for (int64_t p = 0; p < whole; ++p) take(p * kFfnPanel, kFfnPanel, dst + p * panel_size);
-    if (rest == 0) continue;
-    O* last = dst + whole * panel_size;
-    take(whole * kFfnPanel, rest, last);
-    std::fill(last + kPair<O> * rest, last + kPair<O> * kFfnPanel, O(0));
-  }
-}
 
 template <typename T, typename O>
 void prepare(const FfnBwd& args, int64_t row, int64_t begin, int64_t end) {
@@ -48,8 +21,9 @@ void prepare(const FfnBwd& args, int64_t row, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(args.x) + (row + begin) * args.x_stride_m;
   const T* dy = static_cast<const T*>(args.dy) + (row + begin) * args.dy_stride_m;
   if (args.dw1 || args.dgate)
-    pack_panels(x, args.x_stride_m, rows, E, static_cast<O*>(args.x_panels) + begin * kFfnPanel,
-                args.block * kFfnPanel);
+    pack_panels(x, args.x_stride_m, rows, E,
+                static_cast<O*>(args.x_panels) + begin * kGradientPanel,
+                args.block * kGradientPanel);
   if (args.dw2)
     turn_left(dy, args.dy_stride_m, rows, Eo, static_cast<O*>(args.dy_t) + begin, args.dy_t_ld);
   if constexpr (!std::is_same_v<T, O>) {
@@ -62,20 +36,16 @@ void prepare(const FfnBwd& args, int64_t row, int64_t begin, int64_t end) {
   }
 }
 
-// Where dp and dg hold a row's feature: slices of kFfnSumStep features, each (block, dp_ld).
-inline int64_t dp_at(const FfnBwd& args, int64_t row, int64_t feature) {
-  return (feature / kFfnSumStep * args.block + row) * args.dp_ld + feature % kFfnSumStep;
-}
-
-// Products of rows (rows, k) with panels (k, kFfnPanel), which leave panels (strip, kFfnPanel).
+// Products of rows (rows, k) with panels (k, kGradientPanel), which leave panels (strip,
+// kGradientPanel).
 template <typename O, typename C>
 void times_panels(const FfnBwd& args, int64_t rows, int64_t k, const O* left, int64_t ld,
                   const O* panels, int64_t count, C* out, int64_t longest) {
-  for (int64_t i = 0; i < rows; i += kFfnRowStep)
+  for (int64_t i = 0; i < rows; i += kGradientRowStep)
     for (int64_t p = 0; p < count; ++p)
-      product(std::min(kFfnRowStep, rows - i), kFfnPanel, k, left + i * ld, ld,
-              panels + p * k * kFfnPanel, kFfnPanel, out + (p * args.strip + i) * kFfnPanel,
-              kFfnPanel, false, longest);
+      product(std::min(kGradientRowStep, rows - i), kGradientPanel, k, left + i * ld, ld,
+              panels + p * k * kGradientPanel, kGradientPanel,
+              out + (p * args.strip + i) * kGradientPanel, kGradientPanel, false, longest);
 }
 
 // The sum of a row of n numbers.
@@ -102,7 +72,7 @@ struct Sums {
 template <typename T, typename O, typename C = compute_t<T>>
 void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* scratch) {
   const int64_t E = args.E, F = args.F, Eo = args.Eo, strip = args.strip;
-  const int64_t n = std::min(args.chunk, F - feature), panels = ceil_div(n, kFfnPanel);
+  const int64_t n = std::min(args.chunk, F - feature), panels = ceil_div(n, kGradientPanel);
   const auto carve = [&](int64_t elements) { return std::exchange(scratch, scratch + elements); };
   const auto carve_operand = [&](int64_t elements) {
     return reinterpret_cast<O*>(carve(elements));
@@ -122,25 +92,25 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
                            int64_t width) {
     using S = Sums<T>;
     if (!gradient) return S{};
-    if (!args.own_sums) return S{static_cast<C*>(sums) + at, ld, kFfnPanel, nullptr, 0};
+    if (!args.own_sums) return S{static_cast<C*>(sums) + at, ld, kGradientPanel, nullptr, 0};
     T* result = static_cast<T*>(gradient) + at;
-    if (args.block <= strip) return S{own, kFfnPanel, 0, result, ld};
-    const int64_t step = height * kFfnPanel;
-    return S{carve(step * ceil_div(width, kFfnPanel)), kFfnPanel, step, result, ld};
+    if (args.block <= strip) return S{own, kGradientPanel, 0, result, ld};
+    const int64_t step = height * kGradientPanel;
+    return S{carve(step * ceil_div(width, kGradientPanel)), kGradientPanel, step, result, ld};
   };
   const auto dw1 = sums_of(args.dw1, args.dw1_sum, feature * E, E, n, E);
   const auto dgate = sums_of(args.dgate, args.dgate_sum, feature * E, E, n, E);
   const auto dw2 = sums_of(args.dw2, args.dw2_sum, feature, F, Eo, n);
 
-  pack_panels(static_cast<const T*>(args.w2) + feature, F, Eo, n, w2, Eo * kFfnPanel);
+  pack_panels(static_cast<const T*>(args.w2) + feature, F, Eo, n, w2, Eo * kGradientPanel);
   for (int64_t p = 0; p < panels; ++p) {
-    const int64_t f = feature + p * kFfnPanel, width = std::min(kFfnPanel, F - f);
+    const int64_t f = feature + p * kGradientPanel, width = std::min(kGradientPanel, F - f);
     if (w1)
-      turn_right(static_cast<const T*>(args.w1) + f * E, E, width, E, w1 + p * E * kFfnPanel,
-                 kFfnPanel, kFfnPanel);
+      turn_right(static_cast<const T*>(args.w1) + f * E, E, width, E, w1 + p * E * kGradientPanel,
+                 kGradientPanel, kGradientPanel);
     if (gate)
-      turn_right(static_cast<const T*>(args.gate) + f * E, E, width, E, gate + p * E * kFfnPanel,
-                 kFfnPanel, kFfnPanel);
+      turn_right(static_cast<const T*>(args.gate) + f * E, E, width, E,
+                 gate + p * E * kGradientPanel, kGradientPanel, kGradientPanel);
   }
   const O *dy = static_cast<const O*>(args.dy_rows), *x = static_cast<const O*>(args.x_rows);
   for (int64_t s = 0; s < rows; s += strip) {
@@ -151,21 +121,21 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
                    kLongestGradientSum);
     if (w1)
       times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, w1, panels, h,
-                   longest_sum<T>(kFfnPanel));
+                   longest_sum<T>(kGradientPanel));
     if (gate)
       times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, gate, panels, linear,
-                   longest_sum<T>(kFfnPanel));
+                   longest_sum<T>(kGradientPanel));
 
-    O* dp = static_cast<O*>(args.dp) + dp_at(args, s, feature);
-    O* dg = args.gated ? static_cast<O*>(args.dg) + dp_at(args, s, feature) : nullptr;
-    alignas(64) C factors[kFfnPanel], unrounded[2][kFfnPanel];
+    O* dp = args.dp.at<O>(s, feature);
+    O* dg = args.gated ? args.dg.at<O>(s, feature) : nullptr;
+    alignas(64) C factors[kGradientPanel], unrounded[2][kGradientPanel];
     const auto place = [](O* row, [[maybe_unused]] C* room) {  // where C is formed
       if constexpr (std::is_same_v<O, C>)
         return row;
       else
         return room;
     };
-    std::fill(factors, factors + kFfnPanel, C(1));
+    std::fill(factors, factors + kGradientPanel, C(1));
     for_activation(args.activation, [&](auto act) {
       using Act = decltype(act);
       const auto step = args.gated ? differentiate<Act, true, C> : differentiate<Act, false, C>;
@@ -177,13 +147,13 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
         if (stored && r + kAhead < m) prefetch(stored + kAhead * stored_ld + feature, n);
         if (r + kAhead < m)
           for (int64_t j = 0; j < n; j += kLine<O>)
-            __builtin_prefetch(dp + (r + kAhead) * args.dp_ld + j, 1);
+            __builtin_prefetch(dp + (r + kAhead) * args.dp.ld + j, 1);
         for (int64_t p = 0; p < panels; ++p) {
-          const int64_t f = feature + p * kFfnPanel, width = std::min(kFfnPanel, F - f);
-          const int64_t in_panel = (p * strip + r) * kFfnPanel,
-                        in_row = r * args.dp_ld + p * kFfnPanel;
+          const int64_t f = feature + p * kGradientPanel, width = std::min(kGradientPanel, F - f);
+          const int64_t in_panel = (p * strip + r) * kGradientPanel,
+                        in_row = r * args.dp.ld + p * kGradientPanel;
           if (args.dropout.active())
-            dropout_factors(args.dropout.seed, number, f, kFfnPanel, args.dropout.bound,
+            dropout_factors(args.dropout.seed, number, f, kGradientPanel, args.dropout.bound,
                             static_cast<C>(args.dropout.scale), factors);
           const T* bias = args.b1 ? static_cast<const T*>(args.b1) + f : nullptr;
           load_preact(stored ? stored + f : nullptr, bias, width, h + in_panel);
@@ -193,31 +163,31 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
           C* dg_row = args.gated ? place(dg + in_row, unrounded[1]) : nullptr;
           step(factors, dh + in_panel, h + in_panel, args.gated ? linear + in_panel : nullptr,
                dp_row, dg_row);
-          as_left(dp_row, kFfnPanel, dp + in_row);
-          if (dg_row) as_left(dg_row, kFfnPanel, dg + in_row);
+          as_left(dp_row, kGradientPanel, dp + in_row);
+          if (dg_row) as_left(dg_row, kGradientPanel, dg + in_row);
         }
       }
     });
 
     const int64_t k = round_up(m, kPair<O>);
-    const O* x_panels = static_cast<const O*>(args.x_panels) + s * kFfnPanel;
+    const O* x_panels = static_cast<const O*>(args.x_panels) + s * kGradientPanel;
     // Adds left (height, k) right (k, width) to rows from `top` of panel p.
     const auto add = [&](const Sums<T>& to, int64_t p, int64_t top, int64_t height, int64_t width,
                          const O* left, int64_t ld, const O* right) {
       C* sums = to.first + p * to.step + (to.step ? top * to.ld : 0);
-      product(height, width, k, left, ld, right, kFfnPanel, sums, to.ld, accumulate,
+      product(height, width, k, left, ld, right, kGradientPanel, sums, to.ld, accumulate,
               kLongestGradientSum);
       if (!to.result || s + strip < rows) return;
-      T* result = to.result + top * to.result_ld + p * kFfnPanel;
+      T* result = to.result + top * to.result_ld + p * kGradientPanel;
       for (int64_t i = 0; i < height; ++i)
         narrow(sums + i * to.ld, width, result + i * to.result_ld);
     };
     const auto weights = [&](const O* d, O* d_t, const Sums<T>& to) {
-      turn_left(d, args.dp_ld, m, n, d_t, t_ld);
+      turn_left(d, args.dp.ld, m, n, d_t, t_ld);
       if (!to.first) return;
-      for (int64_t p = 0; p * kFfnPanel < E; ++p)
-        add(to, p, 0, n, std::min(kFfnPanel, E - p * kFfnPanel), d_t, t_ld,
-            x_panels + p * kFfnPanel * args.block);
+      for (int64_t p = 0; p * kGradientPanel < E; ++p)
+        add(to, p, 0, n, std::min(kGradientPanel, E - p * kGradientPanel), d_t, t_ld,
+            x_panels + p * kGradientPanel * args.block);
     };
     if (args.dw1 || args.db1) weights(dp, dp_t, dw1);
     if (args.dgate) weights(dg, dg_t, dgate);
@@ -228,12 +198,13 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
       }
     if (!args.dw2) continue;
     for (int64_t p = 0; p < panels; ++p) {
-      C* values = h + p * strip * kFfnPanel;
-      std::fill(values + m * kFfnPanel, values + k * kFfnPanel, C(0));
-      const O* right =
-          as_right(values, k, kFfnPanel, reinterpret_cast<O*>(dh + p * strip * kFfnPanel));
-      for (int64_t i = 0; i < Eo; i += kFfnRowStep)
-        add(dw2, p, i, std::min(kFfnRowStep, Eo - i), std::min(kFfnPanel, n - p * kFfnPanel),
+      C* values = h + p * strip * kGradientPanel;
+      std::fill(values + m * kGradientPanel, values + k * kGradientPanel, C(0));
+      const O* right = as_right(values, k, kGradientPanel,
+                                reinterpret_cast<O*>(dh + p * strip * kGradientPanel));
+      for (int64_t i = 0; i < Eo; i += kGradientRowStep)
+        add(dw2, p, i, std::min(kGradientRowStep, Eo - i),
+            std::min(kGradientPanel, n - p * kGradientPanel),
             static_cast<const O*>(args.dy_t) + i * args.dy_t_ld + s, args.dy_t_ld, right);
     }
   }
@@ -244,19 +215,14 @@ void input(const FfnBwd& args, int64_t row, int64_t begin, int64_t end, int64_t 
            O* panels) {
   const int64_t E = args.E, F = args.F, columns = last - first;
   C* dx = static_cast<C*>(args.dx_sum) + first;
-  const auto add = [&](const void* weight, const void* d, int64_t f, int64_t n, bool accumulate) {
-    pack_panels(static_cast<const T*>(weight) + f * E + first, E, n, columns, panels,
-                n * kFfnPanel);
-    for (int64_t r = begin; r < end; r += kFfnRowStep)
-      for (int64_t e = 0; e < columns; e += kFfnPanel)
-        product(std::min(kFfnRowStep, end - r), std::min(kFfnPanel, columns - e), n,
-                static_cast<const O*>(d) + dp_at(args, r, f), args.dp_ld, panels + e * n, kFfnPanel,
-                dx + r * E + e, E, accumulate, kLongestGradientSum);
+  const auto add = [&](const void* weight, const Slices& d, int64_t f, int64_t n, bool accumulate) {
+    slice_product(d, f, n, begin, end, static_cast<const T*>(weight) + f * E + first, E, columns,
+                  dx, E, accumulate, panels);
   };
   if (F == 0)
     for (int64_t r = begin; r < end; ++r) std::fill_n(dx + r * E, columns, C(0));
-  for (int64_t f = 0; f < F; f += kFfnSumStep) {
-    const int64_t n = std::min(kFfnSumStep, F - f);
+  for (int64_t f = 0; f < F; f += kGradientSumStep) {
+    const int64_t n = std::min(kGradientSumStep, F - f);
     add(args.w1, args.dp, f, n, f > 0);
     if (args.gated) add(args.gate, args.dg, f, n, true);
   }
