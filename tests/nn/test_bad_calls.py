@@ -6,7 +6,7 @@ import torch
 
 import tfm_kernels as tfk
 
-X, MEMORY = torch.zeros(2, 5, 12), torch.zeros(2, 7, 12)
+X, MEMORY, IDS = torch.zeros(2, 5, 12), torch.zeros(2, 7, 12), torch.zeros(2, 5, dtype=torch.int64)
 FIRST = {"batch_first": True}
 N = tfk.nn
 
@@ -54,6 +54,17 @@ CONSTRUCTIONS = [
     (lambda: N.FeedForward(0), ValueError, "d_model must be at least 1, got 0"),
     (lambda: N.FeedForward(8, 16, 2.0), ValueError, r"dropout must lie in \[0, 1\], got 2.0"),
     (lambda: N.FeedForward(8, 16, activation="swish"), ValueError, "activation must be one of relu, .*, got 'swish'"),
+    (lambda: N.LinearCrossEntropyLoss(0, 8), ValueError, "in_features must be at least 1, got 0"),
+    (lambda: N.LinearCrossEntropyLoss(8, 0), ValueError, "num_classes must be at least 1, got 0"),
+    (lambda: N.LinearCrossEntropyLoss(8, 2.0), TypeError, "num_classes must be an int, got float"),
+    (lambda: N.LinearCrossEntropyLoss(8, 2, out_features=3), TypeError, "out_features must be a tuple of ints, got int"),
+    (lambda: N.LinearCrossEntropyLoss(8, 2, out_features=(3, 0)), ValueError, "each size in out_features must be at least 1, got 0"),
+    (lambda: N.LinearCrossEntropyLoss(8, 2, reduction="avg"), ValueError, "reduction must be one of mean, sum, none, got 'avg'"),
+    (lambda: N.LinearCrossEntropyLoss(8, 2, weight=torch.ones(3)), ValueError, r"weight must have shape \(2,\) to match num_classes, got \(3,\)"),
+    (lambda: N.LinearCrossEntropyLoss(8, 2, weight=[1.0, 2.0]), TypeError, "weight must be a tensor or None, got list"),
+    (lambda: N.LinearCrossEntropyLoss(8, 2, ignore_index=1.0), TypeError, "ignore_index must be an int, got float"),
+    (lambda: N.LinearCrossEntropyLoss(8, 2, label_smoothing=2.0), ValueError, r"label_smoothing must lie in \[0, 1\], got 2.0"),
+    (lambda: N.LinearCrossEntropyLoss(8, 2, backend="gpu"), ValueError, "backend must be one of .*, got 'gpu'"),
     (lambda: N.PositionalEncoding(0), ValueError, "d_model must be at least 1, got 0"),
     (lambda: N.PositionalEncoding(8, max_len=0), ValueError, "max_len must be at least 1, got 0"),
     (lambda: N.TokenEmbedding(0, 8), ValueError, "vocab_size must be at least 1, got 0"),
@@ -89,6 +100,18 @@ CALLS = [
     (lambda: N.FeedForward(8)(X), ValueError, r"x must have d_model 8 as its last size, got \(2, 5, 12\)"),
     (lambda: N.FeedForward(12)(torch.tensor(1.0)), ValueError, r"x must have d_model 12 as its last size, got \(\)"),
     (lambda: N.FeedForward(12)(X.double()), ValueError, "x float64"),
+    (lambda: N.LinearCrossEntropyLoss(8, 4)(X, IDS), ValueError, r"input must have in_features 8 as its last size, got \(2, 5, 12\)"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4)([1.0], IDS), TypeError, "input must be a tensor, got list"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4)(X, 3), TypeError, "target must be a tensor, got int"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4)(X, IDS[0]), ValueError, r"target must be int64 of shape \(2, 5\), class numbers, or floating of shape \(2, 5, 4\), .*, got int64 of shape \(5,\)"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4)(X, IDS.int()), ValueError, r"got int32 of shape \(2, 5\)"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4)(X, IDS.float()), ValueError, r"got float32 of shape \(2, 5\)"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4)(X, IDS[..., None].expand(2, 5, 4)), ValueError, r"got int64 of shape \(2, 5, 4\)"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4, out_features=(3,))(X, IDS), ValueError, r"target must be int64 of shape \(2, 5, 3\), .* floating of shape \(2, 5, 4, 3\)"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4, out_features=(3,))(X[0, 0], IDS[0]), ValueError, r"input must be batched, \(N, 12\), where there are out_features \(3,\), got shape \(12,\)"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4, ignore_index=3)(X, X[..., :4]), ValueError, "ignore_index must be None where target holds probabilities, got 3"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4)(X, IDS + 4), ValueError, r"target must lie in \[0, 4\) or be ignore_index -100, got 4 at \[0, 0\]"),
+    (lambda: N.LinearCrossEntropyLoss(12, 4)(X.double(), IDS), ValueError, "x float64"),
     (lambda: N.TransformerEncoderLayer(8, 2)(X), ValueError, r"src must have d_model 8 as its last size, got \(2, 5, 12\)"),
     (lambda: N.TransformerEncoderLayer(12, 2)(X[None]), ValueError, r"src must be batched, 3-D, or unbatched, 2-D, got shape \(1, 2, 5, 12\)"),
     (lambda: N.TransformerEncoderLayer(12, 2)(torch.nested.nested_tensor([X[0]])), ValueError, "src must be a padded tensor .*, got a nested tensor"),

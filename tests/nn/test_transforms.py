@@ -88,6 +88,8 @@ def patched_ffn():
     return model
 
 
+CRITERION = tfk.nn.LinearCrossEntropyLoss(16, 9).requires_grad_(False)
+IDS = torch.randint(9, (3, 7), generator=torch.Generator().manual_seed(5))
 CALLS = {
     "layer_norm": lambda x: tfk.ops.layer_norm(x),
     "add_layer_norm": lambda x: tfk.ops.add_layer_norm(x, x.flip(0))[0],
@@ -99,6 +101,7 @@ CALLS = {
     "nn.LayerNorm": tfk.nn.LayerNorm(16).requires_grad_(False),
     "nn.RMSNorm": tfk.nn.RMSNorm(16).requires_grad_(False),
     "nn.FeedForward": tfk.nn.FeedForward(16, 32, 0.0).requires_grad_(False),
+    "nn.LinearCrossEntropyLoss": lambda x: CRITERION(x, IDS),
     "patched FFN": patched_ffn(),
 }
 

@@ -12,7 +12,7 @@ BACKENDS = ["reference", "aten", "cpu"]
 
 
 def randn(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def pairwise(**choices):

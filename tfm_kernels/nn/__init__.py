@@ -6,6 +6,7 @@ from .embedding import TokenEmbedding as TokenEmbedding
 from .ffn import FeedForward as FeedForward
 from .layer_norm import LayerNorm as LayerNorm
 from .layer_norm import RMSNorm as RMSNorm
+from .loss import LinearCrossEntropyLoss as LinearCrossEntropyLoss
 from .transformer import Transformer as Transformer
 from .transformer import TransformerDecoder as TransformerDecoder
 from .transformer import TransformerEncoder as TransformerEncoder
