@@ -22,12 +22,19 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded: the m
 from tfm_kernels import _measured  # noqa: E402
 
 from . import limits, measure, record, report, shapes, timing  # noqa: E402
-from .ops import bench_attention, bench_ffn, bench_layer_norm, bench_linear  # noqa: E402
+from .ops import (  # noqa: E402
+    bench_attention,
+    bench_ffn,
+    bench_layer_norm,
+    bench_linear,
+    bench_linear_cross_entropy,
+)
 from .progress import Progress  # noqa: E402
 from .subject import Group, groups  # noqa: E402
 
 SUBJECTS = {
-    module.SUBJECT.stem: module.SUBJECT for module in (bench_layer_norm, bench_attention, bench_ffn, bench_linear)
+    module.SUBJECT.stem: module.SUBJECT
+    for module in (bench_layer_norm, bench_attention, bench_ffn, bench_linear, bench_linear_cross_entropy)
 }
 
 

@@ -109,6 +109,8 @@ def _probes(op: str) -> dict[str, dict[str, Any]]:
     if op == "linear":
         plain = {"x": x, "weight": torch.zeros(4, 8)}
         return {"": plain, "with gradients": {**plain, "weight": torch.zeros(4, 8, requires_grad=True)}}
+    if op == "linear_cross_entropy":
+        return {"": {"x": x, "weight": torch.zeros(4, 8), "target": torch.zeros(2, dtype=torch.int64)}}
     if op == "attention_varlen":
         q, ends = torch.zeros(3, 2, 8), torch.tensor([0, 1, 3])
         longest = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 2, "max_seqlen_k": 2}

@@ -121,6 +121,30 @@ class Linear(Case):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearCrossEntropy(Case):
+    """(rows, width) and as many targets -> (), the mean over the rows that count; ``ignored``: a share of them."""
+
+    op: str = "linear_cross_entropy"
+    rows: int
+    width: int
+    classes: int
+    ignored: float = 0.0
+    label_smoothing: float = 0.0
+
+    @property
+    def counted(self) -> int:
+        """How many rows count, about."""
+        return round(self.rows * (1.0 - self.ignored))
+
+    @property
+    def label(self) -> str:
+        """Such as "M512 768-30522 85% ignored"."""
+        words = [f"M{self.rows} {self.width}-{self.classes}"]
+        words += [f"{self.ignored:.0%} ignored"] if self.ignored else []
+        return " ".join(words + ([f"smoothing {self.label_smoothing}"] if self.label_smoothing else []))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Norm(Case):
     """(rows, features), with affine weights; add_* ops with a residual."""
 
@@ -214,6 +238,26 @@ def _linear() -> list[Case]:
     ]
 
 
+def _linear_cross_entropy() -> list[Case]:
+    def c(rows: int, width: int, classes: int, **options) -> LinearCrossEntropy:
+        return LinearCrossEntropy(rows=rows, width=width, classes=classes, **options)
+
+    both = ("float32", "bfloat16")
+    return [
+        c(768, 128, 65, dtypes=both),  # characters
+        c(32, 768, 2),  # sentences in two classes
+        c(256, 256, 1000, quick=True),
+        c(2048, 256, 8000, dtypes=ALL, headline=True),
+        c(1024, 256, 8000, label_smoothing=0.1, dtypes=both, headline=True),  # translation
+        c(2048, 512, 16000, ignored=0.45, headline=True),  # padding
+        c(512, 768, 30522, dtypes=both, headline=True),
+        c(2048, 768, 30522, ignored=0.85, dtypes=both, headline=True),  # masked LM
+        c(512, 768, 50257, dtypes=both),
+        c(16, 512, 32000),
+        c(4096, 384, 1000, dtypes=both),
+    ]
+
+
 def _norms() -> list[Case]:
     def n(rows: int, features: int, **options) -> Norm:
         return Norm(rows=rows, features=features, **options)
@@ -249,7 +293,7 @@ def _norms() -> list[Case]:
 # by the op's stem
 GRID: dict[str, tuple[Case, ...]] = {
     "layer_norm": tuple(_norms()), "attention": tuple(_attention()), "ffn": tuple(_ffn()),
-    "linear": tuple(_linear()),
+    "linear": tuple(_linear()), "linear_cross_entropy": tuple(_linear_cross_entropy()),
 }  # fmt: skip
 
 

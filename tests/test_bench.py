@@ -8,8 +8,8 @@ import torch
 import tfm_kernels as tfk
 from bench import __main__ as bench
 from bench import gate, limits, measure, readme, record, report, shapes, timing
-from bench.ops import bench_attention, bench_ffn, bench_layer_norm, bench_linear
-from bench.shapes import Attention, Ffn, Linear, Norm
+from bench.ops import bench_attention, bench_ffn, bench_layer_norm, bench_linear, bench_linear_cross_entropy
+from bench.shapes import Attention, Ffn, Linear, LinearCrossEntropy, Norm
 from bench.subject import BACKWARD, BOTH, DIRECTIONS, FORWARD, Group, groups
 from tfm_kernels import Mask, _backend
 
@@ -62,6 +62,9 @@ def test_flops_and_bytes():
     assert bench_ffn.bytes_moved(f, 4, FORWARD) == 4 * (2 * 3 * 8 + 2 * 8 * 32)
     lin = Linear(rows=3, width=8, out=5)
     assert bench_linear.flops(lin, FORWARD) == 240 and bench_linear.bytes_moved(lin, 2, FORWARD) == 2 * (24 + 40 + 15)
+    loss = LinearCrossEntropy(rows=10, width=8, classes=5, ignored=0.4)
+    assert [bench_linear_cross_entropy.flops(loss, d) for d in DIRECTIONS] == [480, 960, 1440]
+    assert [bench_linear_cross_entropy.bytes_moved(loss, 2, d) for d in DIRECTIONS] == [176, 352, 528]
     n = Norm(rows=3, features=8)
     assert [bench_layer_norm.bytes_moved(n, 2, d) for d in DIRECTIONS] == [96, 144, 240]
     assert bench_layer_norm.bytes_moved(Norm(op="add_rms_norm", rows=3, features=8), 4, FORWARD) == 4 * 4 * 24
@@ -98,6 +101,7 @@ def test_statistics():
         (bench_attention.SUBJECT, Attention(batch=2, heads=4, key_heads=2, queries=8, dim=8, bias=True)),
         (bench_attention.SUBJECT, Attention(op="attention_varlen", packed=True, batch=2, heads=2, queries=8, dim=8)),
         (bench_ffn.SUBJECT, Ffn(rows=4, width=8, hidden=16, activation="silu", gated=True)),
+        (bench_linear_cross_entropy.SUBJECT, LinearCrossEntropy(rows=6, width=8, classes=5, ignored=0.3)),
     ],
     ids=lambda value: getattr(value, "label", ""),
 )
