@@ -14,13 +14,14 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def randn(*shape):
-    return torch.randn(*shape, dtype=torch.float64, generator=GENERATOR)
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
 
 
 def ends(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
 
 
+TARGET = torch.tensor([[0, 3, 4, 1], [2, 2, 3, 0]])
 MASK = Mask.causal() & Mask.lengths(torch.tensor([9, 0]))
 CALLS = {
     "layer_norm": ("layer_norm", {"x": randn(3, 5, 7), "weight": randn(7), "bias": randn(7)}),
@@ -77,6 +78,17 @@ CALLS = {
         },
     ),
     "linear": ("linear", {"x": randn(2, 4, 6), "weight": randn(5, 6), "bias": randn(5)}),
+    **{
+        f"linear_cross_entropy {reduction} {smoothing}": (
+            "linear_cross_entropy",
+            {
+                **{"x": randn(2, 4, 6), "weight": randn(5, 6), "target": TARGET, "bias": randn(5)},
+                **{"ignore_index": 3, "label_smoothing": smoothing, "reduction": reduction},
+            },
+        )
+        for reduction in ("mean", "sum", "none")
+        for smoothing in (0.0, 0.2, 1.0)
+    },
     **{
         f"ffn {activation} {gate is not None}": (
             "ffn",
@@ -137,6 +149,24 @@ def test_wrong_form_and_nan_are_named():
     y[1, 2] = torch.nan
     with pytest.raises(ContractError, match=r"y: placement broken.*at \[1, 2\]: got nan"):
         judge("layer_norm", {"x": x}, {"y": y}).raise_broken()
+
+
+def test_what_is_ignored_is_exactly_nothing():
+    op, inputs = CALLS["linear_cross_entropy none 0.2"]
+    outputs, grads, douts = results(op, inputs)
+    for place in (outputs["loss"], grads["x"]):
+        place[0, 1] += 1e-30
+        assert {finding.rule for finding in judge(op, inputs, outputs, grads, douts).broken} == {"placement"}
+        place[0, 1] = 0
+    judge(op, inputs, outputs, grads, douts).raise_broken()
+
+
+def test_losses_are_not_of_16_bits():
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    inputs = {"x": x, "weight": torch.randn(5, 8).bfloat16(), "target": torch.tensor([4, 0, 1])}
+    loss = TRUTHS["linear_cross_entropy"].eager("linear_cross_entropy", inputs)["loss"].bfloat16()
+    with pytest.raises(ContractError, match="loss: form broken.*dtype must be torch.float32, got torch.bfloat16"):
+        judge("linear_cross_entropy", inputs, {"loss": loss}).raise_broken()
 
 
 def test_unknown_names_are_refused():

@@ -94,8 +94,8 @@ def assert_contract(
     only where no rounding explains them.
 
     Args:
-        op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn"
-            or "linear".
+        op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn",
+            "linear" or "linear_cross_entropy".
         inputs: the public function's arguments by name, such as {"x": x, "weight": w, "eps": 1e-6}. With dropout_p > 0
             and no seed, seed 0 is used: the judge has to know the mask.
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda".
@@ -184,4 +184,6 @@ def _bits(t: Tensor) -> Tensor:
 def _names(op: str, inputs: Mapping[str, Any]) -> tuple[str, ...]:
     if op.startswith("attention"):
         return ("out", "lse") if inputs.get("return_lse", False) else ("out",)
+    if op == "linear_cross_entropy":
+        return ("loss",)
     return ("y", "z") if op.startswith("add_") else ("y",)

@@ -90,6 +90,8 @@ def _token_major(t: Tensor) -> Tensor:
 
 
 def _sliced(t: Tensor) -> Tensor:
+    if t.dim() == 0:
+        return _sliced(t.view(1))[0]
     wide = t.new_full((*t.shape[:-1], t.shape[-1] + 5), torch.nan)
     wide[..., 2 : 2 + t.shape[-1]] = t
     return wide[..., 2 : 2 + t.shape[-1]]
@@ -134,7 +136,7 @@ def tame(*tensors: Tensor | None) -> bool:
             continue
         if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
             return False
-        wide = t.detach().double()
+        wide = torch.atleast_1d(t.detach().double())
         if int((wide.abs() == wide.abs().max()).sum()) > 2 + 0.01 * wide.numel():
             return False
         square = wide.square().mean()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dropout
-from .rounding import Expected, product_bound, reach, rounding, sum_bound, walk
+from .rounding import Expected, product_bound, reach, rounding, score_error, sum_bound, walk
 
 _ROOT = math.sqrt(2 / math.pi)
 
@@ -65,10 +65,10 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     act, slope, bend = ACTIVATIONS[inputs.get("activation", "relu")](a)
     # The error of a float32 sum in front of the activation (e), and what rounding a to the storage type would add (u a:
     # the two-GEMM form stores it for the backward).
-    ea = _score_error(r, x, w1, 0 if b1 is None else b1.abs())
+    ea = score_error(r, x, w1, 0 if b1 is None else b1.abs())
     c, ec = torch.ones_like(a), torch.zeros_like(a)
     if gate is not None:
-        c, ec = x @ gate.T, _score_error(r, x, gate, 0)
+        c, ec = x @ gate.T, score_error(r, x, gate, 0)
     factor = factor_of(inputs, rows, hidden, x.device)
     # The functions' own error: 0.5 (1 + erf) and its like are exact to a few units of 1, not of their result.
     own = 0 if inputs.get("activation", "relu") == "relu" else 4 * r.sums * a.abs()
@@ -151,12 +151,6 @@ def eager(op: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         keep = factor_of(inputs, h.numel() // max(h.shape[-1], 1), h.shape[-1], h.device).view(h.shape)
         h = h * keep.to(h.dtype)
     return {"y": F.linear(h, inputs["w2"], inputs.get("b2"))}
-
-
-def _score_error(r, x: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
-    wa = weight.abs()
-    tiny = 2.0**-126 * (1 + wa.sum(1)) + r.flushed * x.abs().sum(1, True)
-    return 2 * max(x.shape[1], 1) ** 0.5 * r.sums * (x.abs() @ wa.T + bias) + tiny
 
 
 def factor_of(inputs: Mapping[str, Any], rows: int, hidden: int, device: torch.device) -> Tensor:

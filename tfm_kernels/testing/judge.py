@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, ffn, linear, norm
+from . import attention, ffn, linear, linear_cross_entropy, norm
 from .data import tame as is_tame
 from .report import Report
 from .rounding import Expected, rounding
@@ -29,6 +29,7 @@ TRUTHS: dict[str, ModuleType] = {
     "attention_varlen": attention,
     "ffn": ffn,
     "linear": linear,
+    "linear_cross_entropy": linear_cross_entropy,
 }
 COMPOSED = ("reference", "aten")  # of PyTorch's functions, by which and by autograd they round
 GROSS = 8.0  # aten's errors are reported; those beyond so many times what its roundings explain fail
@@ -53,11 +54,12 @@ def judge(
     """Judges results, wherever they come from.
 
     Args:
-        op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn"
-            or "linear".
+        op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn",
+            "linear" or "linear_cross_entropy".
         inputs: the public function's arguments by name: tensors in their storage types, options where not default.
             ``seed`` is needed where dropout_p > 0.
-        outputs: "out" (and "lse") of attention, "y" of ffn, linear and norms, "z" too of add_* norms.
+        outputs: "out" (and "lse") of attention, "y" of ffn, linear and norms, "z" too of add_* norms, "loss" of
+            linear_cross_entropy.
         grads: argument name -> gradient; absent or None is not judged.
         douts: output name -> the gradient that the backward was given; None counts as zeros.
         backend: who computed it, for the report. The errors of "aten", PyTorch's own functions, are measured; they
@@ -80,7 +82,7 @@ def judge(
     if slack is None:
         slack = SLACK.get(main.device.type, 0.25)
     with torch.no_grad():
-        needed = "out" if truth is attention else "z" if "residual" in inputs else "y"
+        needed = {attention: "out", linear_cross_entropy: "loss"}.get(truth, "z" if "residual" in inputs else "y")
         if needed not in outputs:
             raise ValueError(f"judge: {op}: outputs must hold {needed!r}, got {', '.join(outputs) or 'none'}")
         expected = truth.expect(op, inputs, outputs, douts)

@@ -106,6 +106,13 @@ def product_bound(
     return summing(value, value.abs() + absolute, length, r) + r.tiny * (1 + ones)
 
 
+def score_error(r: Rounding, x: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
+    """The error of x weight^T + bias in float32 (float64) where it is not rounded to storage; ``bias`` is absolute."""
+    wa = weight.abs()
+    tiny = 2.0**-126 * (1 + wa.sum(1)) + r.flushed * x.abs().sum(1, True)
+    return 2 * max(x.shape[1], 1) ** 0.5 * r.sums * (x.abs() @ wa.T + bias) + tiny
+
+
 def walk(rows: int) -> float:
     """The relative error that a sum over rows may have beyond torch.sum's.
 
