@@ -29,6 +29,9 @@ def calls(data, dtype):
     small = {"extremes": 2.0**-11, "mean_1000": 2.0**-7}.get(data, 0.1)  # hidden products have to fit in fp16
     weights = {name: plain(*shape) * small for name, shape in (("w1", (160, 48)), ("w2", (48, 160)))}
     yield "ffn", {"x": new(60, 48), "activation": "gelu", "b1": plain(160), "b2": plain(48), **weights}
+    target = torch.randint(100, (60,), generator=g)
+    weights = {"weight": plain(100, 48) * small, "bias": plain(100), "target": target}
+    yield "linear_cross_entropy", {"x": new(60, 48), **weights, "label_smoothing": 0.1}
 
 
 def honest(op, inputs, data, **planted):

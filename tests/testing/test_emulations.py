@@ -52,6 +52,15 @@ def ffn(data, dtype, g, activation, gated):
     return "ffn", inputs
 
 
+def linear_cross_entropy(data, dtype, g, classes, **options):
+    small = {"extremes": 2.0**-11, "mean_1000": 2.0**-8, "heavy": 2.0**-2, "outlier": 2.0**-3}.get(data, 1.0)
+    target = torch.randint(classes, (60,), generator=g)
+    target[::5] = -100
+    inputs = {"x": draw(data, (60, 48), dtype, g), "target": target}
+    inputs["weight"] = (torch.randn(classes, 48, generator=g) * small / 48**0.5).to(dtype)
+    return "linear_cross_entropy", {**inputs, **options}
+
+
 def calls(data, dtype, g):
     yield attention(data, dtype, g)
     mask = Mask.causal() & Mask.lengths(torch.tensor([70, 0]))
@@ -65,6 +74,12 @@ def calls(data, dtype, g):
             yield norm(op, data, dtype, g, rows, width)
     for activation, gated in (("relu", False), ("gelu", False), ("gelu_tanh", False), ("silu", True)):
         yield ffn(data, dtype, g, activation, gated)
+    bias = lambda classes: draw("randn", (classes,), dtype, g)
+    yield linear_cross_entropy(data, dtype, g, 300, bias=bias(300), label_smoothing=0.1, reduction="none")
+    yield linear_cross_entropy(data, dtype, g, 1000, reduction="mean")
+    yield linear_cross_entropy(data, dtype, g, 130, bias=bias(130) + 50, label_smoothing=1.0, reduction="sum")
+    yield linear_cross_entropy(data, dtype, g, 2, label_smoothing=0.3, reduction="none")
+    yield linear_cross_entropy(data, dtype, g, 1, bias=bias(1), label_smoothing=0.3)
 
 
 @pytest.mark.parametrize("data", CLASSES)

@@ -50,7 +50,10 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     loss, e_loss = torch.where(counted, loss, 0.0), torch.where(counted, e_loss, 0.0)
     if reduction == "none":
         bound = e_loss + wide.unit * loss.abs() + wide.tiny
-        expected = {"loss": Expected(loss.view(shape), bound.view(shape), stored, ignored.view(shape))}
+        # PyTorch subtracts the maximum first and rounds at the size of the loss, not at that of the logits.
+        sizes = torch.stack([lse, (1 - smoothing) * z_t, smoothing * z_mean]) * counted
+        extra = wide.unit * float(sizes.norm() / loss.norm().clamp(min=1e-300))
+        expected = {"loss": Expected(loss.view(shape), bound.view(shape), stored, ignored.view(shape), extra)}
     else:
         total = loss.sum()
         bound = e_loss.sum() + sum_bound(total, loss.abs().sum(), rows, stored, stored)
@@ -74,6 +77,7 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     # MKL sums single rows in another way; where the terms cancel, as for one class, E's error is chance.
     fair = int(count) >= 4 and int(count) * min(width, classes) >= 64
     fair = fair and bool(16 * dz.norm() > terms.norm())
+    kept = wide.unit * float((dloss * p * lse).norm() / dz.norm().clamp(min=1e-300))  # lse is stored, PyTorch's is not
     ones = counted.double()
 
     def gradient(
@@ -81,7 +85,7 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     ) -> None:
         form = inputs[name].shape
         bound = product_bound(value, absolute, units, length, dtype, dtype, others) + error
-        extra = walk(rows) if name == "bias" else 0.0
+        extra = kept + (walk(rows) if name == "bias" else 0.0)
         zeros = ignored.expand_as(x).reshape(form) if name == "x" else None
         expected[f"d{name}"] = Expected(value.view(form), bound.view(form), dtype, zeros, extra, fair)
 

@@ -6,6 +6,7 @@ The contract has to catch every one of them, in every storage type it concerns, 
 from .attention import ATTENTION as ATTENTION
 from .defect import Defect as Defect
 from .ffn import FFN as FFN
+from .linear_cross_entropy import LINEAR_CROSS_ENTROPY as LINEAR_CROSS_ENTROPY
 from .norm import NORM as NORM
 
-DEFECTS: tuple[Defect, ...] = (*ATTENTION, *NORM, *FFN)
+DEFECTS: tuple[Defect, ...] = (*ATTENTION, *NORM, *FFN, *LINEAR_CROSS_ENTROPY)

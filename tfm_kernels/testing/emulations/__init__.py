@@ -19,6 +19,7 @@ from .emulation import Hook as Hook
 from .emulation import Results
 from .ffn import activation as activation
 from .ffn import ffn
+from .linear_cross_entropy import linear_cross_entropy
 from .norm import norm
 
 
@@ -37,7 +38,7 @@ def emulate(
         op: the public function's name.
         inputs: its arguments by name.
         douts: output name -> output gradient.
-        tile: keys, hidden columns or rows at a time.
+        tile: keys, hidden columns, classes or rows at a time.
         lazy: see Emulation.
         hooks: step name -> function(value, emulation) that a planted defect puts in its place.
 
@@ -50,4 +51,6 @@ def emulate(
             return attention(run, inputs, douts)
         if op == "attention_varlen":
             return attention_varlen(run, inputs, douts)
+        if op == "linear_cross_entropy":
+            return linear_cross_entropy(run, inputs, douts)
         return ffn(run, inputs, douts) if op == "ffn" else norm(run, op, inputs, douts)

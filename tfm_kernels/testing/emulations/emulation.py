@@ -17,9 +17,10 @@ class Emulation:
 
     Attributes:
         dtype: the storage type.
-        tile: how many keys (hidden columns, rows) are taken at a time.
-        lazy: attention's accumulator is rescaled only where the maximum has grown by more than 8 powers of two; ffn
-            keeps its hidden activation in float32; operands of bfloat16 products that are subnormal count as 0.
+        tile: how many keys (hidden columns, classes, rows) are taken at a time.
+        lazy: sums under a running maximum are rescaled only where it has grown by more than 8 powers of two; ffn keeps
+            its hidden activation and linear_cross_entropy the logits' gradient in float32; operands of bfloat16
+            products that are subnormal count as 0.
         index: the number of the tile at work, and ``last`` that of the last one.
         backward: whether the backward is at work.
         context: intermediate values by name, for planted defects to build theirs from.
