@@ -68,7 +68,7 @@ def drawer(seed: int, dtype: str, device: torch.device | str = "cpu") -> Callabl
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (scale * torch.randn(*shape, generator=generator, device=device)).to(getattr(torch, dtype))
+        return (scale * torch.randn(shape, generator=generator, device=device)).to(getattr(torch, dtype))
 
     return draw
 

@@ -7,55 +7,17 @@
 //          columns of dx. Every element has one owner that adds in one order: the result does not
 //          depend on the number of threads.
 // Traffic: a block reads the weights twice and dweight twice, dz is written and read once;
-//          6*M*K*V FLOPs and M*V powers of two.
+//          6*M*K*V FLOPs and M*V powers of two, 4*M*K*V where the forward calls it with its logits.
 // Limits:  none. Sums in float32, in float64 for float64; bfloat16 products where the CPU has them.
 // Source:  own work.
+#include "linear_cross_entropy_bwd.h"
+
 #include <limits>
 #include <utility>
 
-#include "gradient.h"
-#include "isa.h"
-#include "linear_cross_entropy.h"
 #include "softmax.h"
 
 namespace tfm_kernels {
-
-struct CrossEntropyBwd {
-  const void *x, *weight, *bias;  // weight contiguous; bias may be null
-  const void *dloss, *lse;        // (M) of the compute type
-  const int64_t* target;          // (M)
-  void *dx, *dweight;             // null where not wanted
-  double* dbias;                  // (V), null where not wanted
-  int64_t x_stride_m, M, K, V;
-  bool bf16_tiles;                    // bfloat16 is multiplied as it is stored
-  double target_share, other_share;   // 1 - s and s / V of LCE.4
-  int64_t block, tile, panel, chunk;  // rows; classes a task
-  // Working memory, in the type of operands but for the sums, which are of the compute type: dx's
-  // and dweight's are the results where those are.
-  void* x_t;                   // tiles of panels, each (K, width), of the present block
-  void* x_panels;              // panels of columns, each (block, width)
-  Slices dz;                   // of the present block
-  void *dx_sum, *dweight_sum;  // (block, K) of the present block, (V, K)
-};
-
-constexpr int64_t kDzPad = 16;  // between rows of dz: a power of two apart they would thrash L1
-
-// Elements of working memory that one task of `classes` or `input` needs.
-inline int64_t cross_entropy_bwd_scratch(const CrossEntropyBwd& args) {
-  return std::max(args.chunk * (args.panel + args.tile + kDzPad) + logits_scratch(args.K),
-                  std::min(args.V, kGradientSumStep) * round_up(args.K, kPanel));
-}
-
-// `row` is the first of the present block, which has `rows`; begin and end count within it.
-TFM_DECLARE_KERNEL(void cross_entropy_bwd_prepare(const CrossEntropyBwd& args, DType dtype,
-                                                  int64_t row, int64_t begin, int64_t end))
-TFM_DECLARE_KERNEL(void cross_entropy_bwd_classes(const CrossEntropyBwd& args, DType dtype,
-                                                  int64_t row, int64_t rows, int64_t first,
-                                                  void* scratch))
-// Columns first..last - 1 of dx; `first` is a multiple of kPanel.
-TFM_DECLARE_KERNEL(void cross_entropy_bwd_input(const CrossEntropyBwd& args, DType dtype,
-                                                int64_t row, int64_t begin, int64_t end,
-                                                int64_t first, int64_t last, void* scratch))
 
 inline namespace CPU_CAPABILITY {
 namespace {
@@ -63,17 +25,19 @@ namespace {
 template <typename T, typename O>
 void prepare(const CrossEntropyBwd& args, int64_t row, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(args.x) + (row + begin) * args.x_stride_m;
-  for_panels(args.tile, args.panel, end - begin, [&](int64_t p, int64_t ld, int64_t real) {
-    turn_right(x + p * args.x_stride_m, args.x_stride_m, real, args.K,
-               static_cast<O*>(args.x_t) + (begin + p) * args.K, ld, ld);
-  });
-  if (args.dweight)
+  if (args.x_t)
+    for_panels(args.tile, args.panel, end - begin, [&](int64_t p, int64_t ld, int64_t real) {
+      turn_right(x + p * args.x_stride_m, args.x_stride_m, real, args.K,
+                 static_cast<O*>(args.x_t) + (begin + p) * args.K, ld, ld);
+    });
+  if (args.dweight_sum)
     pack_panels(x, args.x_stride_m, end - begin, args.K,
                 static_cast<O*>(args.x_panels) + begin * kGradientPanel,
                 args.block * kGradientPanel);
 }
 
-// What LCE.4 needs of the rows of a panel, by itself; rows that are not there have no gradient.
+// What LCE.4 needs of the rows of a panel, the first of which is `row` of the block; rows that are
+// not there have no gradient.
 template <typename C>
 struct PanelRows {
   alignas(64) C dloss[kMaxTileRows], lse[kMaxTileRows];
@@ -106,7 +70,7 @@ template <typename T, typename O, typename C = compute_t<T>>
 void classes(const CrossEntropyBwd& args, int64_t row, int64_t rows, int64_t first, C* scratch) {
   const int64_t K = args.K, n = std::min(args.chunk, args.V - first), dz_ld = args.tile + kDzPad;
   const auto carve = [&](int64_t elements) { return std::exchange(scratch, scratch + elements); };
-  C *z = carve(args.chunk * args.panel), *wide = carve(logits_scratch(K));
+  C *again = carve(args.chunk * args.panel), *wide = carve(logits_scratch(K));
   O* dz = reinterpret_cast<O*>(carve(args.chunk * dz_ld));
   const T* weight = static_cast<const T*>(args.weight) + first * K;
   const T* bias = args.bias ? static_cast<const T*>(args.bias) + first : nullptr;
@@ -116,8 +80,12 @@ void classes(const CrossEntropyBwd& args, int64_t row, int64_t rows, int64_t fir
   for (int64_t t = 0; t < rows; t += args.tile) {
     const int64_t m = std::min(args.tile, rows - t);
     for_panels(args.tile, args.panel, m, [&](int64_t p, int64_t ld, int64_t real) {
-      logits(weight, n, K, static_cast<const O*>(args.x_t) + (t + p) * K, ld, z, wide);
-      const PanelRows<C> there(args, row + t + p, real, ld);
+      const C* z = again;
+      if (args.logits)
+        z = static_cast<const C*>(args.logits) + (t + p) * args.V + first * ld;
+      else
+        logits(weight, n, K, static_cast<const O*>(args.x_t) + (t + p) * K, ld, again, wide);
+      const PanelRows<C> there(args, t + p, real, ld);
       C room[kMaxTileRows];
       for (int64_t i = 0; i < n; ++i) {
         const C of_bias = bias ? static_cast<C>(bias[i]) : C(0);
@@ -131,7 +99,7 @@ void classes(const CrossEntropyBwd& args, int64_t row, int64_t rows, int64_t fir
       }
       // of targets anew: 1 - s is subtracted before dloss multiplies
       for (int64_t r = 0; r < real; ++r) {
-        const int64_t i = args.target[row + t + p + r] - first;
+        const int64_t i = args.target[t + p + r] - first;
         if (i < 0 || i >= n) continue;
         const C of_bias = bias ? static_cast<C>(bias[i]) : C(0);
         const C q = exp2_fast((z[i * ld + r] + of_bias - there.lse[r]) * step) - other_share;
@@ -140,14 +108,14 @@ void classes(const CrossEntropyBwd& args, int64_t row, int64_t rows, int64_t fir
         dz[i * dz_ld + p + r] = static_cast<O>(with);
       }
     });
-    if (args.dweight) {
+    if (args.dweight_sum) {
       C* sum = static_cast<C*>(args.dweight_sum) + first * K;
       for (int64_t k = 0; k < K; k += kGradientPanel)
         product(n, std::min(kGradientPanel, K - k), round_up(m, kPair<O>), dz, dz_ld,
                 static_cast<const O*>(args.x_panels) + k * args.block + t * kGradientPanel,
                 kGradientPanel, sum + k, K, row + t > 0, kLongestGradientSum);
     }
-    if (args.dx) turn_left(dz, dz_ld, n, m, args.dz.at<O>(t, first), args.dz.ld);
+    if (args.dx_sum) turn_left(dz, dz_ld, n, m, args.dz.at<O>(t, first), args.dz.ld);
   }
   if (args.dbias)
     for (int64_t i = 0; i < n; ++i)
@@ -155,17 +123,17 @@ void classes(const CrossEntropyBwd& args, int64_t row, int64_t rows, int64_t fir
 }
 
 template <typename T, typename O, typename C = compute_t<T>>
-void input(const CrossEntropyBwd& args, int64_t row, int64_t begin, int64_t end, int64_t first,
-           int64_t last, O* panels) {
+void input(const CrossEntropyBwd& args, int64_t begin, int64_t end, int64_t first, int64_t last,
+           O* panels) {
   const int64_t K = args.K, columns = last - first;
   C* dx = static_cast<C*>(args.dx_sum) + first;
   for (int64_t v = 0; v < args.V; v += kGradientSumStep)
     slice_product(args.dz, v, std::min(kGradientSumStep, args.V - v), begin, end,
                   static_cast<const T*>(args.weight) + v * K + first, K, columns, dx, K, v > 0,
                   panels);
-  if constexpr (!std::is_same_v<T, C>)
+  if (args.dx)
     for (int64_t r = begin; r < end; ++r)
-      narrow(dx + r * K, columns, static_cast<T*>(args.dx) + (row + r) * K + first);
+      narrow(dx + r * K, columns, static_cast<T*>(args.dx) + r * K + first);
 }
 
 }  // namespace
@@ -185,11 +153,26 @@ void cross_entropy_bwd_classes(const CrossEntropyBwd& args, DType dtype, int64_t
   });
 }
 
-void cross_entropy_bwd_input(const CrossEntropyBwd& args, DType dtype, int64_t row, int64_t begin,
-                             int64_t end, int64_t first, int64_t last, void* scratch) {
+void cross_entropy_bwd_input(const CrossEntropyBwd& args, DType dtype, int64_t begin, int64_t end,
+                             int64_t first, int64_t last, void* scratch) {
   for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using O = decltype(operand);
-    input<decltype(zero), O>(args, row, begin, end, first, last, static_cast<O*>(scratch));
+    input<decltype(zero), O>(args, begin, end, first, last, static_cast<O*>(scratch));
+  });
+}
+
+void cross_entropy_bwd_scale(const void* sums, double factor, int64_t n, DType dtype, void* out) {
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    using C = compute_t<T>;
+    constexpr int64_t kStep = 64;
+    const C* from = static_cast<const C*>(sums);
+    for (int64_t i = 0; i < n; i += kStep) {
+      const int64_t width = std::min(kStep, n - i);
+      C scaled[kStep];
+      for (int64_t j = 0; j < width; ++j) scaled[j] = from[i + j] * static_cast<C>(factor);
+      narrow(scaled, width, static_cast<T*>(out) + i);
+    }
   });
 }
 
@@ -205,10 +188,13 @@ void cross_entropy_bwd_input(const CrossEntropyBwd& args, DType dtype, int64_t r
 namespace tfm_kernels {
 namespace {
 
-// Rows: tiles of 128, and blocks whose dz takes no more than 128 MB, of at most 1024. Classes: up
-// to 512 a task, fewer to feed all threads. None of it depends on how many there are.
+at::ScalarType computed(DType dtype) { return dtype == DType::f64 ? at::kDouble : at::kFloat; }
+
+// Rows: tiles of 128, and blocks whose logits and dz take no more than 128 MB each, of at most
+// 1024. Classes: up to 512 a task, fewer to feed all threads. None of it depends on how many there
+// are.
 void pick_blocks(CrossEntropyBwd& args, DType dtype) {
-  const int64_t item = args.bf16_tiles ? 2 : dtype == DType::f64 ? 8 : 4;
+  const int64_t item = dtype == DType::f64 ? 8 : 4;
   args.tile = std::min<int64_t>(128, round_up(args.M, 16));
   args.panel = panel_rows(args.tile, dtype);
   const int64_t most = (int64_t{1} << 27) / (args.V * item) / args.tile;
@@ -217,103 +203,165 @@ void pick_blocks(CrossEntropyBwd& args, DType dtype) {
   args.chunk = args.V >= 16384 ? 512 : args.V >= 8192 ? 256 : args.V >= 1024 ? 128 : 64;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_bwd_cpu(
-    const at::Tensor& dloss, const at::Tensor& x, const at::Tensor& weight,
-    const OptionalTensor& bias, const at::Tensor& target, const at::Tensor& lse,
-    int64_t ignore_index, double label_smoothing, bool need_x, bool need_weight, bool need_bias) {
+}  // namespace
+
+CrossEntropyGradients::CrossEntropyGradients(const CrossEntropyRows& rows, double label_smoothing,
+                                             bool keeps_logits, const at::Tensor& dx,
+                                             const at::Tensor& dweight, const at::Tensor& dbias)
+    : rows_(rows),
+      dx_(dx),
+      dweight_(dweight),
+      dbias_(dbias),
+      item_(rows.dtype == DType::f64 ? 8 : 4) {
+  const int64_t K = rows.K, V = rows.V;
+  args_.weight = rows.weight.const_data_ptr();
+  args_.bias = keeps_logits ? nullptr : pointer(rows.bias);
+  args_.x = rows.x.const_data_ptr();
+  args_.x_stride_m = rows.x.stride(0);
+  args_.M = rows.M;
+  args_.K = K;
+  args_.V = V;
+  args_.bf16_tiles = rows.bf16_tiles;
+  args_.target_share = 1.0 - label_smoothing;
+  args_.other_share = label_smoothing / static_cast<double>(V);
+  pick_blocks(args_, rows.dtype);
+  const bool wants_dx = dx.dim() == 2, wants_dweight = dweight.dim() == 2;
+  const bool narrow = dx.scalar_type() != computed(rows.dtype);        // sums are formed elsewhere
+  const int64_t block = args_.block, pair = args_.bf16_tiles ? 2 : 1;  // operands an element
+  args_.logits = room(logits_, keeps_logits, block * V);
+  args_.x_t = room(x_t_, !keeps_logits, ceil_div(block * K, pair));
+  args_.x_panels = room(x_panels_, wants_dweight, ceil_div(block * round_up(K, kPanel), pair));
+  args_.dz = Slices(block, V);
+  args_.dz.data = room(dz_, wants_dx, ceil_div(args_.dz.elements(V), pair));
+  args_.dx_sum = room(dx_sum_, wants_dx && narrow, block * K);
+  args_.dweight_sum = narrow ? room(dweight_sum_, wants_dweight, V * K)
+                             : (wants_dweight ? dweight.mutable_data_ptr() : nullptr);
+  const bool wants_dbias = dbias.numel() == V;
+  dbias_sum_ = at::empty({wants_dbias ? V : 0}, dbias.options().dtype(at::kDouble));
+  args_.dbias = wants_dbias ? dbias_sum_.mutable_data_ptr<double>() : nullptr;
+  scratch_ = at::empty({at::get_num_threads() * cross_entropy_bwd_scratch(args_)},
+                       rows.x.options().dtype(computed(rows.dtype)));
+}
+
+void* CrossEntropyGradients::room(at::Tensor& owner, bool needed, int64_t elements) const {
+  if (!needed) return nullptr;
+  owner = new_output({elements}, rows_.x.options().dtype(computed(rows_.dtype)));
+  return owner.mutable_data_ptr();
+}
+
+void CrossEntropyGradients::add(int64_t row, const void* dloss, const void* lse) {
+  const int64_t K = args_.K, count = std::min(args_.block, args_.M - row);
+  const int64_t threads = at::get_num_threads();
+  args_.dloss = dloss;
+  args_.lse = lse;
+  args_.target = rows_.target.const_data_ptr<int64_t>() + row;
+  const bool wants_dx = dx_.dim() == 2;
+  if (wants_dx) {
+    char* dx = static_cast<char*>(dx_.mutable_data_ptr()) + row * K * dx_.element_size();
+    (dx_sum_.defined() ? args_.dx : args_.dx_sum) = dx;
+  }
+  const int64_t scratch = cross_entropy_bwd_scratch(args_);
+  const auto place = [&](int64_t worker) {
+    return static_cast<char*>(scratch_.mutable_data_ptr()) + worker * scratch * item_;
+  };
+  const int64_t tiles = ceil_div(count, args_.tile), chunks = ceil_div(args_.V, args_.chunk);
+  for_tasks(tiles, std::min(tiles, threads), [&](int64_t tile, int64_t) {
+    const int64_t begin = tile * args_.tile;
+    TFM_KERNEL(cross_entropy_bwd_prepare)
+    (args_, rows_.dtype, row, begin, std::min(count, begin + args_.tile));
+  });
+  for_tasks(chunks, std::min(chunks, threads), [&](int64_t chunk, int64_t worker) {
+    TFM_KERNEL(cross_entropy_bwd_classes)
+    (args_, rows_.dtype, row, count, chunk * args_.chunk, place(worker));
+  });
+  if (!wants_dx) return;
+  // Every task packs the weights of its columns, so that rows are parted only where columns alone
+  // would let threads wait.
+  const int64_t panels = std::max<int64_t>(1, ceil_div(K, kPanel)), groups = ceil_div(count, 16);
+  const int64_t across = std::min(threads, panels);
+  const int64_t down = std::min(groups, ceil_div(threads, across));
+  for_tasks(across * down, std::min(across * down, threads), [&](int64_t task, int64_t worker) {
+    const int64_t i = task / across, j = task % across;
+    TFM_KERNEL(cross_entropy_bwd_input)
+    (args_, rows_.dtype, groups * i / down * 16, std::min(count, groups * (i + 1) / down * 16),
+     panels * j / across * kPanel, std::min(K, panels * (j + 1) / across * kPanel), place(worker));
+  });
+}
+
+void CrossEntropyGradients::finish() const {
+  if (dweight_sum_.defined()) dweight_.copy_(dweight_sum_.view(dweight_.sizes()));
+  if (args_.dbias) dbias_.copy_(dbias_sum_);
+}
+
+namespace {
+
+using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// Of the gradients of the sum of losses those of a loss whose rows all have this gradient.
+ThreeTensors scaled(const CrossEntropyRows& rows, const at::TensorOptions& options, double dloss,
+                    const at::Tensor& gx, const at::Tensor& gweight, const at::Tensor& gbias,
+                    bool need_x, bool need_weight, bool need_bias) {
+  const auto result = [&](const at::Tensor& sums, bool needed) {
+    if (!needed) return at::empty({0}, options);
+    const at::Tensor from = sums.contiguous();
+    at::Tensor out = new_output(sums.sizes(), options);
+    const int64_t item = from.element_size(), stored = out.element_size();
+    const char* source = static_cast<const char*>(from.const_data_ptr());
+    char* target = static_cast<char*>(out.mutable_data_ptr());
+    at::parallel_for(0, from.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
+      TFM_KERNEL(cross_entropy_bwd_scale)
+      (source + begin * item, dloss, end - begin, rows.dtype, target + begin * stored);
+    });
+    return out;
+  };
+  return {result(gx, need_x), result(gweight, need_weight), result(gbias, need_bias)};
+}
+
+ThreeTensors linear_cross_entropy_bwd_cpu(const at::Tensor& dloss, const at::Tensor& x,
+                                          const at::Tensor& weight, const OptionalTensor& bias,
+                                          const at::Tensor& target, const at::Tensor& lse,
+                                          const at::Tensor& gx, const at::Tensor& gweight,
+                                          const at::Tensor& gbias, int64_t ignore_index,
+                                          double label_smoothing, bool need_x, bool need_weight,
+                                          bool need_bias) {
   constexpr const char* kOp = "linear_cross_entropy_bwd_cpu";
   const CrossEntropyRows rows(x, weight, bias, target, ignore_index, label_smoothing, kOp);
   const auto M = rows.M, K = rows.K, V = rows.V;
-  const auto computed = rows.dtype == DType::f64 ? at::kDouble : at::kFloat;
+  const auto type = computed(rows.dtype);
   const auto options = x.options();
   for (const auto& [t, name] : {std::pair(&dloss, "dloss"), std::pair(&lse, "lse")}) {
     check_shape(*t, {rows.all}, kOp, name);
-    TORCH_CHECK(t->scalar_type() == computed, kOp, ": ", name, " must be ", computed, ", got ",
+    TORCH_CHECK(t->scalar_type() == type, kOp, ": ", name, " must be ", type, ", got ",
                 t->scalar_type());
   }
+  const at::Tensor dloss_rows = rows.of_live(dloss).contiguous();
+  const at::Tensor lse_rows = rows.of_live(lse).contiguous();
+  const auto saved = [&](const at::Tensor& sums, bool needed, at::IntArrayRef sizes) {
+    return !needed || (sums.sizes() == sizes && sums.scalar_type() == type);
+  };
+  if (M > 0 && saved(gx, need_x, {rows.all, K}) && saved(gweight, need_weight, {V, K}) &&
+      saved(gbias, need_bias, {V}) && dloss_rows.eq(dloss_rows[0]).all().item<bool>())
+    return scaled(rows, options, dloss_rows[0].item<double>(), gx, gweight, gbias, need_x,
+                  need_weight, need_bias);
+
   const auto result = [&](bool needed, at::IntArrayRef sizes) {
     return needed ? new_output(sizes, options) : at::empty({0}, options);
   };
   at::Tensor dx = result(need_x, {M, K}), dweight = result(need_weight, {V, K});
   at::Tensor dbias = result(need_bias, {V});
-  const auto finished = [&] { return std::tuple(need_x ? rows.of_all(dx) : dx, dweight, dbias); };
   if (M == 0) {
     dweight.zero_();
     dbias.zero_();
-    return finished();
+  } else if (need_x || need_weight || need_bias) {
+    CrossEntropyGradients gradients(rows, label_smoothing, false, dx, dweight, dbias);
+    const int64_t item = dloss_rows.element_size();
+    const char* dlosses = static_cast<const char*>(dloss_rows.const_data_ptr());
+    const char* sums = static_cast<const char*>(lse_rows.const_data_ptr());
+    for (int64_t row = 0; row < M; row += gradients.blocks().block)
+      gradients.add(row, dlosses + row * item, sums + row * item);
+    gradients.finish();
   }
-  if (!(need_x || need_weight || need_bias)) return finished();
-
-  const at::Tensor dloss_rows = rows.of_live(dloss).contiguous();
-  const at::Tensor lse_rows = rows.of_live(lse).contiguous();
-  CrossEntropyBwd args{};
-  args.x = rows.x.const_data_ptr();
-  args.weight = rows.weight.const_data_ptr();
-  args.bias = pointer(rows.bias);
-  args.dloss = dloss_rows.const_data_ptr();
-  args.lse = lse_rows.const_data_ptr();
-  args.target = rows.target.const_data_ptr<int64_t>();
-  args.dx = need_x ? dx.mutable_data_ptr() : nullptr;
-  args.dweight = need_weight ? dweight.mutable_data_ptr() : nullptr;
-  args.x_stride_m = rows.x.stride(0);
-  args.M = M;
-  args.K = K;
-  args.V = V;
-  args.bf16_tiles = rows.bf16_tiles;
-  args.target_share = 1.0 - label_smoothing;
-  args.other_share = label_smoothing / static_cast<double>(V);
-  pick_blocks(args, rows.dtype);
-
-  const bool wide = options.dtype() != computed;  // 16-bit storage: sums are formed elsewhere
-  const auto room = [&](at::Tensor& owner, bool needed, int64_t elements) -> void* {
-    if (!needed) return nullptr;
-    owner = new_output({elements}, options.dtype(computed));
-    return owner.mutable_data_ptr();
-  };
-  at::Tensor x_t, x_panels, dz, dx_sum, dweight_sum;
-  args.x_t = room(x_t, true, args.block * K);
-  args.x_panels = room(x_panels, need_weight, args.block * round_up(K, kPanel));
-  args.dz = Slices(args.block, V);
-  args.dz.data = room(dz, need_x, ceil_div(args.dz.elements(V), args.bf16_tiles ? 2 : 1));
-  args.dx_sum = room(dx_sum, need_x && wide, args.block * K);
-  args.dweight_sum = wide ? room(dweight_sum, need_weight, V * K) : args.dweight;
-  const at::Tensor dbias_sum = at::empty({need_bias ? V : 0}, options.dtype(at::kDouble));
-  args.dbias = need_bias ? dbias_sum.mutable_data_ptr<double>() : nullptr;
-
-  const int64_t threads = at::get_num_threads(), scratch = cross_entropy_bwd_scratch(args);
-  const int64_t item = rows.dtype == DType::f64 ? 8 : 4;
-  const Workspace workspace(x, threads * scratch, 0);
-  const auto place = [&](int64_t worker) { return workspace.first(worker * scratch); };
-  for (int64_t row = 0; row < M; row += args.block) {
-    const int64_t count = std::min(args.block, M - row);
-    if (need_x && !wide) args.dx_sum = static_cast<char*>(args.dx) + row * K * item;
-    const int64_t tiles = ceil_div(count, args.tile), chunks = ceil_div(V, args.chunk);
-    for_tasks(tiles, std::min(tiles, threads), [&](int64_t tile, int64_t) {
-      const int64_t begin = tile * args.tile;
-      TFM_KERNEL(cross_entropy_bwd_prepare)
-      (args, rows.dtype, row, begin, std::min(count, begin + args.tile));
-    });
-    for_tasks(chunks, std::min(chunks, threads), [&](int64_t chunk, int64_t worker) {
-      TFM_KERNEL(cross_entropy_bwd_classes)
-      (args, rows.dtype, row, count, chunk * args.chunk, place(worker));
-    });
-    if (!need_x) continue;
-    // Every task packs the weights of its columns, so that rows are parted only where columns alone
-    // would let threads wait.
-    const int64_t panels = std::max<int64_t>(1, ceil_div(K, kPanel)), groups = ceil_div(count, 16);
-    const int64_t across = std::min(threads, panels);
-    const int64_t down = std::min(groups, ceil_div(threads, across));
-    for_tasks(across * down, std::min(across * down, threads), [&](int64_t task, int64_t worker) {
-      const int64_t i = task / across, j = task % across;
-      TFM_KERNEL(cross_entropy_bwd_input)
-      (args, rows.dtype, row, groups * i / down * 16, std::min(count, groups * (i + 1) / down * 16),
-       panels * j / across * kPanel, std::min(K, panels * (j + 1) / across * kPanel),
-       place(worker));
-    });
-  }
-  if (dweight_sum.defined()) dweight.copy_(dweight_sum.view(dweight.sizes()));
-  if (need_bias) dbias.copy_(dbias_sum);
-  return finished();
+  return {need_x ? rows.of_all(dx) : dx, dweight, dbias};
 }
 
 TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) {

@@ -12,16 +12,15 @@
 #include <cmath>
 #include <limits>
 
-#include "isa.h"
-#include "linear_cross_entropy.h"
+#include "linear_cross_entropy_bwd.h"
 #include "softmax.h"
-#include "weights.h"
 
 namespace tfm_kernels {
 
 struct CrossEntropyFwd {
   const void *x, *weight, *bias;  // weight contiguous; bias may be null
   const int64_t* target;          // (M)
+  void* logits;                   // panels of rows, each (V, width), or null: they are not kept
   void* found;                    // (segments, kFound, found_ld) of the compute type
   int64_t x_stride_m, M, K, V, found_ld;
   bool bf16_tiles;                      // bfloat16 is multiplied as it is stored
@@ -98,7 +97,7 @@ void tile_segment(const CrossEntropyFwd& args, int64_t tile, int64_t segment, C*
   const int64_t K = args.K, row = tile * args.tile, first = segment * args.segment;
   const int64_t last = std::min(args.V, first + args.segment);
   O* x_t = reinterpret_cast<O*>(scratch);
-  C *z = scratch + K * args.panel, *wide = z + args.chunk * args.panel;
+  C *passing = scratch + K * args.panel, *wide = passing + args.chunk * args.panel;
   const T* weight = static_cast<const T*>(args.weight);
   for_panels(args.tile, args.panel, args.M - row, [&](int64_t p, int64_t ld, int64_t real) {
     C* found = static_cast<C*>(args.found) + segment * kFound * args.found_ld + row + p;
@@ -112,6 +111,8 @@ void tile_segment(const CrossEntropyFwd& args, int64_t tile, int64_t segment, C*
     C bias[512];
     for (int64_t v = first; v < last; v += args.chunk) {
       const int64_t n = std::min(args.chunk, last - v);
+      C* z = passing;
+      if (args.logits) z = static_cast<C*>(args.logits) + (row + p) * args.V + v * ld;
       logits(weight + v * K, n, K, x_t, ld, z, wide);
       if (args.bias) widen(static_cast<const T*>(args.bias) + v, n, bias);
       const C* shift = args.bias ? bias : nullptr;
@@ -143,6 +144,7 @@ void cross_entropy_fwd(const CrossEntropyFwd& args, DType dtype, int64_t tile, i
 
 #ifdef CPU_CAPABILITY_DEFAULT
 #include <ATen/Parallel.h>
+#include <ATen/ops/ones.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -191,32 +193,17 @@ void join(const CrossEntropyFwd& args, int64_t row, double label_smoothing, C* l
   loss[row] = static_cast<C>(value + grown);
 }
 
-std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_fwd_cpu(
-    const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-    const at::Tensor& target, int64_t ignore_index, double label_smoothing) {
-  const CrossEntropyRows rows(x, weight, bias, target, ignore_index, label_smoothing,
-                              "linear_cross_entropy_fwd_cpu");
-  const auto options = x.options().dtype(rows.dtype == DType::f64 ? at::kDouble : at::kFloat);
-  at::Tensor loss = at::empty({rows.M}, options), lse = at::empty({rows.M}, options);
-  if (rows.M == 0) return {rows.of_all(loss), rows.of_all(lse)};
-
-  CrossEntropyFwd args{};
-  args.x = rows.x.const_data_ptr();
-  args.weight = rows.weight.const_data_ptr();
-  args.bias = pointer(rows.bias);
-  args.target = rows.target.const_data_ptr<int64_t>();
-  args.x_stride_m = rows.x.stride(0);
-  args.M = rows.M;
-  args.K = rows.K;
-  args.V = rows.V;
-  args.bf16_tiles = rows.bf16_tiles;
-  args.smoothed = label_smoothing > 0.0;
-  pick_tiling(args, rows.dtype);
+// The losses and lse of rows row..row + args.M - 1.
+void run(CrossEntropyFwd& args, const CrossEntropyRows& rows, int64_t row, double label_smoothing,
+         const at::Tensor& loss, const at::Tensor& lse) {
+  args.x = static_cast<const char*>(rows.x.const_data_ptr()) +
+           row * rows.x.stride(0) * rows.x.element_size();
+  args.target = rows.target.const_data_ptr<int64_t>() + row;
   const int64_t segments = ceil_div(args.V, args.segment);
   const int64_t tasks = args.found_ld / args.tile * segments;
   const int64_t workers = std::min<int64_t>(tasks, at::get_num_threads());
   const int64_t room = cross_entropy_fwd_scratch(args);
-  const Workspace workspace(x, segments * kFound * args.found_ld, workers * room);
+  const Workspace workspace(rows.x, segments * kFound * args.found_ld, workers * room);
   args.found = workspace.first(0);
   for_tasks(tasks, workers, [&](int64_t task, int64_t worker) {
     TFM_KERNEL(cross_entropy_fwd)
@@ -224,13 +211,71 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_fwd_cpu(
   });
   const auto join_all = [&](auto zero) {
     using C = decltype(zero);
-    C *losses = loss.mutable_data_ptr<C>(), *sums = lse.mutable_data_ptr<C>();
+    C *losses = loss.mutable_data_ptr<C>() + row, *sums = lse.mutable_data_ptr<C>() + row;
     at::parallel_for(0, args.M, 1024, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) join(args, row, label_smoothing, losses, sums);
+      for (int64_t i = begin; i < end; ++i) join(args, i, label_smoothing, losses, sums);
     });
   };
   rows.dtype == DType::f64 ? join_all(double{}) : join_all(float{});
-  return {rows.of_all(loss), rows.of_all(lse)};
+}
+
+using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+FiveTensors linear_cross_entropy_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
+                                         const OptionalTensor& bias, const at::Tensor& target,
+                                         int64_t ignore_index, double label_smoothing, bool save_x,
+                                         bool save_weight, bool save_bias) {
+  const CrossEntropyRows rows(x, weight, bias, target, ignore_index, label_smoothing,
+                              "linear_cross_entropy_fwd_cpu");
+  const auto options = x.options().dtype(rows.dtype == DType::f64 ? at::kDouble : at::kFloat);
+  const auto M = rows.M, K = rows.K, V = rows.V;
+  const auto result = [&](bool wanted, at::IntArrayRef sizes) {
+    return wanted ? new_output(sizes, options) : at::empty({0}, options);
+  };
+  const at::Tensor loss = at::empty({M}, options), lse = at::empty({M}, options);
+  at::Tensor gx = result(save_x, {M, K}), gweight = result(save_weight, {V, K});
+  at::Tensor gbias = result(save_bias, {V});
+  const auto finished = [&] {
+    return FiveTensors(rows.of_all(loss), rows.of_all(lse), save_x ? rows.of_all(gx) : gx, gweight,
+                       gbias);
+  };
+  if (M == 0) {
+    gweight.zero_();
+    gbias.zero_();
+    return finished();
+  }
+
+  CrossEntropyFwd args{};
+  args.weight = rows.weight.const_data_ptr();
+  args.bias = pointer(rows.bias);
+  args.x_stride_m = rows.x.stride(0);
+  args.M = M;
+  args.K = K;
+  args.V = V;
+  args.bf16_tiles = rows.bf16_tiles;
+  args.smoothed = label_smoothing > 0.0;
+  if (!(save_x || save_weight || save_bias)) {
+    pick_tiling(args, rows.dtype);
+    run(args, rows, 0, label_smoothing, loss, lse);
+    return finished();
+  }
+  // Block by block, while the logits are there.
+  CrossEntropyGradients gradients(rows, label_smoothing, true, gx, gweight, gbias);
+  const CrossEntropyBwd& blocks = gradients.blocks();
+  args.logits = gradients.logits();
+  const at::Tensor ones = at::ones({blocks.block}, options);
+  for (int64_t row = 0; row < M; row += blocks.block) {
+    args.M = std::min(blocks.block, M - row);
+    pick_tiling(args, rows.dtype);
+    args.tile = blocks.tile;
+    args.panel = blocks.panel;
+    args.found_ld = round_up(args.M, args.tile);
+    run(args, rows, row, label_smoothing, loss, lse);
+    gradients.add(row, ones.const_data_ptr(),
+                  static_cast<const char*>(lse.const_data_ptr()) + row * lse.element_size());
+  }
+  gradients.finish();
+  return finished();
 }
 
 TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) {

@@ -9,8 +9,13 @@ For rows x (M, K), classes' weights (V, K), targets t (M,), smoothing s:
     dz_v = dloss (exp(z_v - lse) - (1 - s) [v = t] - s / V), and 0 where t is ignored         (LCE.4)
     dx = dz w,  dweight = dz^T x,  dbias = sum of dz over rows                                (LCE.5)
 
-The kernels give one loss a row; "sum" and "mean" (over the rows that are not ignored) are taken of them here.
-Residual: lse, from which the backward computes z again. loss and lse are float32, float64 for float64.
+The kernels give one loss a row; "sum" and "mean" (over the rows that are not ignored) are taken of them here. Then all
+rows have one dloss, and the forward may leave the gradients for a dloss of 1, while it has z:
+
+    gx, gweight, gbias = dx, dweight, dbias of LCE.5 for dloss = 1                            (LCE.6)
+
+Residuals: lse, and LCE.6, each (0,) where it is not saved; then the backward computes z again. They and loss are
+float32, float64 for float64.
 """
 
 from __future__ import annotations
@@ -110,35 +115,39 @@ def _stand_in(call: Call) -> _backend.StandIn:
     )
 
 
+# Rows from which it takes longer to compute the logits again than to read and write a weight's gradient once more.
+_SAVING_FROM = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 256, torch.float64: 64}
+
 OP = _backend.register(_backend.Op("linear_cross_entropy", SUPPORT, prefer, describe, bucket, _stand_in))
 _CHOICES = _backend.Choices()  # (backend, Call)
 
 
-def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _fwd_fake(x, weight, bias, target, ignore_index, label_smoothing, *saves):
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    sizes = ((x.shape[0],), (x.shape[0],), *_gradient_sizes(x, weight, saves))
+    return tuple(x.new_empty(size, dtype=dtype) for size in sizes)
 
 
-def _fwd_fake(x, weight, bias, target, ignore_index, label_smoothing):
-    new = lambda: x.new_empty((x.shape[0],), dtype=_loss_dtype(x.dtype))  # noqa: E731
-    return new(), new()
+def _bwd_fake(dloss, x, weight, bias, target, lse, gx, gweight, gbias, ignore_index, label_smoothing, *needs):
+    return tuple(x.new_empty(size) for size in _gradient_sizes(x, weight, needs))
 
 
-def _bwd_fake(dloss, x, weight, bias, target, lse, ignore_index, label_smoothing, *needs):
-    shapes = (x.shape, weight.shape, (weight.shape[0],))
-    return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
+def _gradient_sizes(x, weight, wanted):
+    sizes = (x.shape, weight.shape, (weight.shape[0],))
+    return [size if want else (0,) for size, want in zip(sizes, wanted, strict=True)]
 
 
 FWD = _library.declare(
     "linear_cross_entropy_fwd",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float label_smoothing) "
-    "-> (Tensor loss, Tensor lse)",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float label_smoothing, bool save_x, "
+    "bool save_weight, bool save_bias) -> (Tensor loss, Tensor lse, Tensor gx, Tensor gweight, Tensor gbias)",
     _fwd_fake,
     COMPILED,
 )
 BWD = _library.declare(
     "linear_cross_entropy_bwd",
-    "(Tensor dloss, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, int ignore_index, "
-    "float label_smoothing, bool need_x, bool need_weight, bool need_bias) "
+    "(Tensor dloss, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor gx, Tensor gweight, "
+    "Tensor gbias, int ignore_index, float label_smoothing, bool need_x, bool need_weight, bool need_bias) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
     _bwd_fake,
     COMPILED,
@@ -187,8 +196,11 @@ def linear_cross_entropy(
     Numerics: sums and softmax in float32 (float64 for float64); the gradient of the logits is rounded once to the
         dtype of ``x`` where a product takes it so. Deterministic, forward and backward. Differentiable once in x,
         weight and bias (twice on reference and aten).
-    Cost: 2 M K V FLOPs forward, three times that backward (the logits are computed again); M rows that are not
-        ignored. The cpu backend keeps 8 M bytes for the backward and works in memory that does not grow with M.
+    Cost: 2 M K V FLOPs forward and 4 backward, M rows that are not ignored. Where a gradient will be needed, the cpu
+        backend spends all of them in the forward, which leaves dx and dweight of the summed losses in float32 for the
+        backward to scale; for few rows and for "none" the backward computes the logits again instead (2 M K V more).
+        It works in memory that does not grow with M: twice the logits of 1024 rows, of fewer where those take more than
+        128 MB, where aten makes several tensors (M, V).
     Source: own work; the idea of leaving the logits out is that of Wijmans et al. 2024, arXiv:2411.09009.
 
     Example:
@@ -201,18 +213,27 @@ def linear_cross_entropy(
     if choice is None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         call = describe(x, weight, target, bias, **options)
-        choice = _CHOICES.keep(key, (_backend.select(OP, call, backend), call))
-    name, call = choice
+        saves = _saves(call, reduction, x, weight, bias)
+        choice = _CHOICES.keep(key, (_backend.select(OP, call, backend), call, saves))
+    name, call, saves = choice
     _refuse_targets(target, call.classes, ignore_index)
     rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)
     numbers = target if target.dim() == 1 else target.reshape(call.rows)
     if name in FWD:
-        losses, _ = _apply(name, rows, weight, bias, numbers, ignore_index, float(label_smoothing))
+        losses = _apply(name, rows, weight, bias, numbers, ignore_index, float(label_smoothing), *saves)[0]
         loss = _reduced(losses, numbers, ignore_index, reduction)
     else:
         composed = aten if name == "aten" else reference
         loss = composed.linear_cross_entropy(rows, weight, numbers, bias, ignore_index, label_smoothing, reduction)
     return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _saves(call: Call, reduction: str, *leaves: Tensor | None) -> list[bool]:
+    """Whether the forward leaves the gradient of each: where the rows have one dloss, and are worth it."""
+    worth = call.training and reduction != "none"
+    # a compiled graph must not depend on the number of rows
+    worth = worth and (torch.compiler.is_compiling() or call.rows >= _SAVING_FROM[call.dtype])
+    return [worth and leaf is not None and leaf.requires_grad for leaf in leaves]
 
 
 def _reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
