@@ -79,6 +79,19 @@ FACTORS = {
         "dropout_rows": (False, True),
         "recompute": (False, True),
     },
+    "linear_cross_entropy": {
+        "dtype": _DTYPES,
+        "data": tuple(CLASSES),
+        "layout": tuple(LAYOUTS),
+        "rows": ((1,), (0,), (5,), (2, 17), (64,), (131,), (300,), ()),
+        "k": (1, 7, 32, 64, 65, 100, 257),
+        "v": (1, 2, 31, 64, 65, 200, 513, 1100),
+        "bias": (True, False),
+        "ignored": ("none", "some", "none", "some", "all"),
+        "ignore_index": (-100, 0, 7),
+        "label_smoothing": (0.0, 0.1, 0.0, 1.0),
+        "reduction": ("mean", "sum", "none"),
+    },
 }  # fmt: skip
 
 
@@ -101,6 +114,18 @@ def _large():
             shape = {"rows": (300,), "e": 128, "f": 512, "eo": "same", "activation": activation, "gate": gate}
             options = {"b1": True, "b2": True, "dropout_rows": False, "recompute": False}
             yield "ffn", {"dtype": dtype, **plain, **shape, **options}
+
+
+def _large_losses():
+    """Normal data with as many rows and classes as make sums long, a mean and what is not reduced."""
+    plain = {"data": "randn", "layout": "contiguous", "ignored": "some", "ignore_index": -100}
+    for dtype in ("bf16", "f16", "f32"):
+        for reduction, smoothing, bias, (rows, k, v) in (
+            ("mean", 0.0, False, (700, 96, 3000)),
+            ("none", 0.1, True, (520, 257, 1100)),
+        ):
+            options = {"bias": bias, "label_smoothing": smoothing, "reduction": reduction}
+            yield "linear_cross_entropy", {"dtype": dtype, **plain, "rows": (rows,), "k": k, "v": v, **options}
 
 
 def _found():
@@ -130,7 +155,7 @@ def _in_any_order():
         yield "attention_varlen", {**options, "return_lse": False, "dropout_p": 0.0}  # as aten too can run it
 
 
-EXTRA = (*_large(), *_found(), *_in_any_order())
+EXTRA = (*_large(), *_found(), *_in_any_order(), *_large_losses())
 
 
 def word(name, level):
@@ -274,12 +299,15 @@ def attention_varlen(op, levels, g, device):
     return {**inputs, **_settings(levels)}
 
 
+# how weights are scaled: the product of two numbers of ffn's hidden layer, and logits, have to fit in fp16
+_SMALL = {"extremes": 2.0**-11, "mean_1000": 2.0**-8, "heavy": 2.0**-2, "outlier": 2.0**-3}
+
+
 def ffn(op, levels, g, device):
     dtype, e, f = DTYPES[levels["dtype"]], levels["e"], levels["f"]
     eo = e if levels["eo"] == "same" else levels["eo"]
     data, rows = levels["data"], torch.Size(levels["rows"]).numel()
-    # the product of two hidden numbers has to fit in fp16
-    small = {"extremes": 2.0**-11, "mean_1000": 2.0**-8, "heavy": 2.0**-2, "outlier": 2.0**-3}.get(data, 1.0)
+    small = _SMALL.get(data, 1.0)
     put = lambda t: lay_out(t.to(device), levels["layout"])
     weight = lambda o, i: put((torch.randn(o, i, generator=g) * small / i**0.5).to(dtype))
     vector = lambda n: put(draw("randn", (n,), dtype, g))
@@ -301,9 +329,28 @@ def ffn(op, levels, g, device):
     return inputs
 
 
+def linear_cross_entropy(op, levels, g, device):
+    dtype, data, layout, shape = DTYPES[levels["dtype"]], levels["data"], levels["layout"], levels["rows"]
+    classes, width = levels["v"], levels["k"]
+    put = lambda t: lay_out(t.to(device), layout)
+    target = torch.randint(classes, shape, generator=g)
+    ignored = torch.rand(shape, generator=g) < {"none": 0.0, "some": 0.3, "all": 1.0}[levels["ignored"]]
+    small = _SMALL.get(data, 1.0) / width**0.5
+    return {
+        "x": put(draw(data, (*shape, width), dtype, g)),
+        "weight": put((torch.randn(classes, width, generator=g) * small).to(dtype)),
+        "target": target.masked_fill(ignored, levels["ignore_index"]).to(device),
+        "bias": put(draw("randn", (classes,), dtype, g)) if levels["bias"] else None,
+        "ignore_index": levels["ignore_index"],
+        "label_smoothing": levels["label_smoothing"],
+        "reduction": levels["reduction"],
+    }
+
+
 BUILD = {
     **dict.fromkeys(FACTORS["norm"]["op"], norm),
     "attention": attention,
     "attention_varlen": attention_varlen,
     "ffn": ffn,
+    "linear_cross_entropy": linear_cross_entropy,
 }

@@ -22,7 +22,11 @@ class Watched(TorchFunctionMode):
 
 
 def made_in_cpp(output):
-    return "tfm_kernels" in output.grad_fn.name()
+    """Whether the op's node is C++'s; a loss is a view or a sum of what it gives."""
+    node = output.grad_fn
+    while node.name().startswith(("View", "Div", "Sum")):
+        node = node.next_functions[0][0]
+    return "tfm_kernels" in node.name()
 
 
 def gradients(call, inputs, seeds):
@@ -72,8 +76,18 @@ def cases():
                 (draw(4, 8, grad=grad_x), draw(9, 8, grad=grad_w), draw(7, 9, grad=False), draw(9, 8, grad=grad_gate)),
                 (True,),
             )  # fmt: skip
+            grad_x, grad_w, grad_bias = wanted
+            for reduction in ("mean", "sum", "none"):
+                yield (
+                    f"linear_cross_entropy {reduction} {wanted}",
+                    lambda x, w, b, reduction=reduction: ops.linear_cross_entropy(
+                        x, w, TARGET, b, ignore_index=3, label_smoothing=0.1, reduction=reduction, **options
+                    ),
+                    (draw(2, 4, 8, grad=grad_x), draw(9, 8, grad=grad_w), draw(9, grad=grad_bias)), (True,),
+                )  # fmt: skip
 
 
+TARGET = torch.tensor([[0, 3, 8, 1], [2, 2, 3, 0]])
 CASES = {name: case for name, *case in cases()}
 
 
@@ -159,6 +173,10 @@ def plain_inputs():
         "attention": (lambda backend, x: ops.attention(x, x, x, backend=backend), draw(1, 2, 5, 8, grad=False)),
         "ffn": (lambda backend, x: ops.ffn(x, weight, None, weight, None, backend=backend), rows),
         "linear": (lambda backend, x: ops.linear(x, weight, backend=backend), rows),
+        "linear_cross_entropy": (
+            lambda backend, x: ops.linear_cross_entropy(x, weight, torch.tensor([7, 0, 3]), backend=backend),
+            rows,
+        ),
     }
 
 
@@ -254,6 +272,9 @@ def _one_tensor_twice():
         "add_layer_norm": (lambda x: ops.add_layer_norm(x, x, backend="cpu")[0], [torch.randn(6, 16)]),
         "ffn": (
             lambda x, w: ops.ffn(x, w, None, w, None, backend="cpu"), [torch.randn(6, 16), torch.randn(16, 16)]
+        ),
+        "linear_cross_entropy": (
+            lambda x: ops.linear_cross_entropy(x, x, torch.arange(6), backend="cpu"), [torch.randn(6, 16)]
         ),
     }  # fmt: skip
 

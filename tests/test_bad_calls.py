@@ -27,7 +27,8 @@ SEEDS = [7, "7", *(torch.tensor(7, **kind) for kind in ({"dtype": torch.int32}, 
 SEEDS += [torch.tensor(7.0), torch.tensor([7])]
 FLAGS = [1, None, "yes"]
 # tensor -> the arguments that a size of it is tied to, whose sentence it may be
-PARTNERS = {"query": ("cu_seqlens_q", "key", "bias"), "key": ("cu_seqlens_k", "value", "query"), "x": ("w1", "weight")}
+PARTNERS = {"query": ("cu_seqlens_q", "key", "bias"), "key": ("cu_seqlens_k", "value", "query")}
+PARTNERS |= {"x": ("w1", "weight", "target")}
 BACKEND_NAMES = ["cuda:0", "", 3, "CPU", ("cpu",)]
 
 
@@ -67,6 +68,12 @@ def linear(dtype):
         name: torch.randn(*shape).to(dtype)
         for name, shape in {"x": (3, 5, 8), "weight": (12, 8), "bias": (12,)}.items()
     }
+
+
+def loss(dtype):
+    numbers = torch.arange(15).view(3, 5) % 12
+    given = linear(dtype)
+    return {"x": given["x"], "weight": given["weight"], "target": numbers, "bias": given["bias"]}
 
 
 # function -> (valid arguments, {tensor: axes whose size is tied}, tensors whose rank is free, required tensors,
@@ -169,6 +176,19 @@ FUNCTIONS = {
         {"x", "weight"},
         {"x", "weight", "bias"},
         {},
+    ),
+    "linear_cross_entropy": (
+        loss,
+        {"x": [0, 1, 2], "weight": [0, 1], "target": [0, 1], "bias": [0]},
+        set(),
+        {"x", "weight", "target"},
+        {"x", "weight", "bias"},
+        {
+            "target": [torch.zeros(3, 5).to(kind) for kind in (torch.int32, torch.uint8, torch.bool, torch.float32)],
+            "ignore_index": ["7", None, 1.5, True, [], 10**400, 2**63, -(2**63) - 1],
+            "label_smoothing": PROBABILITIES,
+            "reduction": ["MEAN", "average", None, 1, True, ["sum"]],
+        },
     ),
 }
 

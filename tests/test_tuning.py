@@ -142,6 +142,11 @@ CALLS = {
     "linear": ((rand(4, 8), rand(5, 8)), {}),
     "ffn": ((x, rand(16, 48), None, rand(48, 16), None), {"gate": rand(16, 48), "activation": "silu"}),
     "ffn training": ((rand(6, 8), rand(16, 8, grad=True), rand(16), rand(8, 16), rand(8)), {"dropout_p": 0.1}),
+    "linear_cross_entropy": ((x, rand(16, 48), torch.arange(64) % 16), {"label_smoothing": 0.1}),
+    "linear_cross_entropy training": (
+        (rand(2, 3, 8), rand(16, 8, grad=True), torch.full((2, 3), 5), rand(16)),
+        {"reduction": "sum", "ignore_index": 5},
+    ),
     "attention": ((*heads(), tfk.Mask.causal() & tfk.Mask.lengths(torch.tensor([12, 5]))), {}),
     "attention training": ((*heads(grad=True),), {"bias": BIAS, "scale": 0.2}),
     "attention_varlen": ((*PACKED, ENDS, ENDS, 9, 9), {}),

@@ -15,6 +15,7 @@ from tfm_kernels.testing.judge import COMPOSED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn")
+OPS += ("linear_cross_entropy",)
 
 
 def test_case(case, judged_backend, device):
@@ -98,6 +99,10 @@ def small_inputs(op, device, dtype=torch.float32):
         }
     if op == "linear":
         return {"x": new(9, 20), "weight": new(33, 20), "bias": new(33)}
+    if op == "linear_cross_entropy":
+        target = torch.tensor([0, 32, 7, -100, 5, 5, 31, -100, 1], device=device)
+        inputs = {"x": new(9, 20), "weight": new(33, 20), "target": target, "bias": new(33)}
+        return {**inputs, "label_smoothing": 0.1, "reduction": "none"}
     inputs = {"x": new(9, 36), "weight": new(36)}
     if op.startswith("add"):
         inputs["residual"] = new(9, 36)
@@ -125,7 +130,10 @@ def test_autocast_casts_no_op(op, backend, dtype):
     plain, cast = (
         outputs_and_gradients(op, small_inputs(op, "cpu", dtype), autocast, backend) for autocast in (False, True)
     )
-    assert all(torch.equal(a, b) and a.dtype == b.dtype == dtype for a, b in zip(plain, cast, strict=True))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(plain, cast, strict=True))
+    is_loss = op == "linear_cross_entropy"
+    assert plain[0].dtype == (torch.promote_types(dtype, torch.float32) if is_loss else dtype)
+    assert {t.dtype for t in plain[1:]} <= {dtype}
 
 
 @pytest.mark.parametrize("op", [op for op in (*OPS, "linear") if op != "attention_varlen"])  # aten's cannot be compiled
@@ -145,7 +153,7 @@ def test_views_give_the_bits_of_contiguous_tensors(op, dtype, any_backend, devic
     invariance.assert_view_equals_contiguous(op, small_inputs(op, device, dtype), any_backend)
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "ffn", "attention_varlen"])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "ffn", "attention_varlen", "linear_cross_entropy"])
 @pytest.mark.parametrize("backend", ["reference", "aten", "cpu"])
 def test_results_are_contiguous_whatever_the_strides(op, backend):
     inputs = small_inputs(op, "cpu")
@@ -179,6 +187,9 @@ def tiny_inputs(op, device):
     if op == "ffn":
         inputs = {"x": new(3, 2), "w1": new(4, 2), "b1": new(4), "w2": new(3, 4), "b2": new(3), "gate": new(4, 2)}
         return {**inputs, "activation": "gelu"}
+    if op == "linear_cross_entropy":
+        inputs = {"x": new(4, 2), "weight": new(5, 2), "target": torch.tensor([4, 1, -100, 0], device=device)}
+        return {**inputs, "bias": new(5), "label_smoothing": 0.2}
     inputs = {"x": new(3, 5), "weight": new(5)}
     if op.endswith("layer_norm"):
         inputs["bias"] = new(5)
@@ -193,7 +204,7 @@ def test_gradcheck(op, dropped, any_backend, device):
     inputs = tiny_inputs(op, device)
     if any_backend == "aten" and dropped and op.startswith("attention"):
         pytest.skip(NO_DROPOUT)
-    if dropped and op not in ("layer_norm", "rms_norm"):
+    if dropped and op not in ("layer_norm", "rms_norm", "linear_cross_entropy"):
         inputs |= {"dropout_p": 0.4, "seed": torch.tensor(9, device=device)}
     if op.startswith("attention"):
         inputs["return_lse"] = any_backend != "aten"  # F.scaled_dot_product_attention returns none

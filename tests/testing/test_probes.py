@@ -5,6 +5,7 @@ import torch
 
 from tfm_kernels import Mask, dropout, ops
 from tfm_kernels.testing import ContractError, assert_contract, exact, invariance
+from tfm_kernels.testing.data import CLASSES, LAYOUTS, draw, lay_out
 from tfm_kernels.testing.derivative import assert_gradcheck
 
 RIGHT, RIGHT_NORM = ops.attention, ops.layer_norm
@@ -151,3 +152,17 @@ def test_gradients_that_are_wrong(monkeypatch):
     wrong(monkeypatch, lambda x, **options: right(x, **options) + 0.5 * (x - x.detach()), "layer_norm")
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         assert_gradcheck("layer_norm", {"x": torch.randn(2, 5)}, "reference")
+
+
+@pytest.mark.parametrize("shape", [(5,), (0, 3), (2, 3, 4)], ids=str)
+def test_data_has_the_shape_it_was_asked_for(shape):
+    for name in CLASSES:
+        t = draw(name, shape, torch.float32, torch.Generator().manual_seed(0))
+        assert t.shape == shape, name
+        for layout in LAYOUTS:
+            assert lay_out(t, layout).shape == shape, (name, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_number_can_be_laid_out(layout):
+    assert lay_out(torch.tensor(3.0), layout).item() == 3.0

@@ -87,7 +87,9 @@ def describe(x, weight, target, bias=None, *, ignore_index=-100, label_smoothing
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, torch.SymInt)):
         raise TypeError(f"linear_cross_entropy: ignore_index must be an int, got {type(ignore_index).__name__}")
     if not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(f"linear_cross_entropy: ignore_index must fit in int64, got {ignore_index}")
+        bits = int(ignore_index).bit_length()
+        told = ignore_index if bits < 1024 else f"{bits} bits"
+        raise ValueError(f"linear_cross_entropy: ignore_index must fit in int64, got {told}")
     _check.probability("linear_cross_entropy", "label_smoothing", label_smoothing)
     _check.choice("linear_cross_entropy", "reduction", reduction, REDUCTIONS)
     training = _check.records_graph(*tensors.values())

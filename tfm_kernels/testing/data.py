@@ -35,8 +35,9 @@ def _constant_rows(shape: Sequence[int], dtype: torch.dtype, generator: torch.Ge
 def _mean_1000(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Rows around +1000 and -1000 in turn."""
     values = torch.randn(*shape, generator=generator)
-    sign = 1 - 2 * (torch.arange(shape[-2] if len(shape) > 1 else 1) % 2)
-    return values + 1000 * sign.unsqueeze(-1)
+    if len(shape) < 2:
+        return values + 1000
+    return values + 1000 * (1 - 2 * (torch.arange(shape[-2]) % 2)).unsqueeze(-1)
 
 
 def _integers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
