@@ -72,18 +72,19 @@ void pack_panels(const T* src, int64_t src_ld, int64_t rows, int64_t columns, O*
 }
 
 // Rows begin..end - 1 of a slice's part in the input's gradient: dx (rows, columns) = d (rows, n)
-// weight (n, columns), or dx += where `accumulate`. d are n features from `feature` on; weight and
-// dx lie row-major from their first column on, dx from row 0 on. `panels` has room for n rows of
-// whole panels.
+// weight (n, columns), or dx += where `accumulate`. d are n features from `feature` on, bfloat16
+// with a zero after an odd number of them; weight and dx lie row-major from their first column on,
+// dx from row 0 on. `panels` has room for n rows, made even, of whole panels.
 template <typename T, typename O, typename C = compute_t<T>>
 void slice_product(const Slices& d, int64_t feature, int64_t n, int64_t begin, int64_t end,
                    const T* weight, int64_t weight_ld, int64_t columns, C* dx, int64_t dx_ld,
                    bool accumulate, O* panels) {
-  pack_panels(weight, weight_ld, n, columns, panels, n * kGradientPanel);
+  const int64_t k = round_up(n, kPair<O>);
+  pack_panels(weight, weight_ld, n, columns, panels, k * kGradientPanel);
   for (int64_t r = begin; r < end; r += kGradientRowStep)
     for (int64_t c = 0; c < columns; c += kGradientPanel)
-      product(std::min(kGradientRowStep, end - r), std::min(kGradientPanel, columns - c), n,
-              d.at<O>(r, feature), d.ld, panels + c * n, kGradientPanel, dx + r * dx_ld + c, dx_ld,
+      product(std::min(kGradientRowStep, end - r), std::min(kGradientPanel, columns - c), k,
+              d.at<O>(r, feature), d.ld, panels + c * k, kGradientPanel, dx + r * dx_ld + c, dx_ld,
               accumulate, kLongestGradientSum);
 }
 

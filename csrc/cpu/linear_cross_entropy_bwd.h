@@ -31,7 +31,7 @@ constexpr int64_t kDzPad = 16;  // between rows of dz: a power of two apart they
 // Elements of working memory that one task of `classes` or `input` needs.
 inline int64_t cross_entropy_bwd_scratch(const CrossEntropyBwd& args) {
   return std::max(args.chunk * (args.panel + args.tile + kDzPad) + logits_scratch(args.K),
-                  std::min(args.V, kGradientSumStep) * round_up(args.K, kPanel));
+                  round_up(std::min(args.V, kGradientSumStep), 2) * round_up(args.K, kPanel));
 }
 
 // `row` is the first of the present block, which has `rows`; begin and end count within it.
