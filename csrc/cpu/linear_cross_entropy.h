@@ -31,9 +31,7 @@ inline int64_t logits_scratch(int64_t K) { return std::max<int64_t>(32768, 16 * 
 }  // namespace tfm_kernels
 
 #ifdef CPU_CAPABILITY_DEFAULT
-#include <ATen/ops/index_select.h>
-#include <ATen/ops/ne.h>
-#include <ATen/ops/nonzero.h>
+#include <ATen/ops/empty.h>
 
 #include "rows.h"
 
@@ -65,15 +63,29 @@ struct CrossEntropyRows {
     TORCH_CHECK(target_.scalar_type() == at::kLong, op, ": target must be int64");
     TORCH_CHECK(label_smoothing >= 0.0 && label_smoothing <= 1.0, op,
                 ": label_smoothing must lie in [0, 1], got ", label_smoothing);
-    const at::Tensor counted = at::nonzero(at::ne(target_, ignore_index)).view({-1});
-    M = counted.size(0);
-    if (M < all) live = counted;
+    find_live(target_, ignore_index, op);
     x = unit_rows(of_live(x_));
     target = of_live(target_).contiguous();
     weight = weight_.contiguous();
     bias = contiguous(bias_);
     dtype = dtype_of(x.scalar_type());
     bf16_tiles = takes_bf16_tiles(dtype, {K, x.stride(0)});
+  }
+
+  void find_live(const at::Tensor& target_, int64_t ignore_index, const char* op) {
+    const at::Tensor found = at::empty({all}, target_.options());
+    const int64_t* targets = target_.const_data_ptr<int64_t>();
+    int64_t* numbers = found.mutable_data_ptr<int64_t>();
+    const int64_t stride = target_.stride(0);
+    M = 0;
+    for (int64_t row = 0; row < all; ++row) {
+      const int64_t t = targets[row * stride];
+      if (t == ignore_index) continue;
+      TORCH_CHECK_INDEX(t >= 0 && t < V, op, ": target must lie in [0, ", V,
+                        ") or be ignore_index, got ", t, " in row ", row);
+      numbers[M++] = row;
+    }
+    if (M < all) live = found.narrow(0, 0, M);
   }
 
   // The rows of a tensor that count.

@@ -30,7 +30,7 @@ void prepare(const CrossEntropyBwd& args, int64_t row, int64_t begin, int64_t en
       turn_right(x + p * args.x_stride_m, args.x_stride_m, real, args.K,
                  static_cast<O*>(args.x_t) + (begin + p) * args.K, ld, ld);
     });
-  if (args.dweight_sum)
+  if (args.x_panels)
     pack_panels(x, args.x_stride_m, end - begin, args.K,
                 static_cast<O*>(args.x_panels) + begin * kGradientPanel,
                 args.block * kGradientPanel);
@@ -71,6 +71,7 @@ void classes(const CrossEntropyBwd& args, int64_t row, int64_t rows, int64_t fir
   const int64_t K = args.K, n = std::min(args.chunk, args.V - first), dz_ld = args.tile + kDzPad;
   const auto carve = [&](int64_t elements) { return std::exchange(scratch, scratch + elements); };
   C *again = carve(args.chunk * args.panel), *wide = carve(logits_scratch(K));
+  C* apart = carve(args.chunk * kGradientPanel);
   O* dz = reinterpret_cast<O*>(carve(args.chunk * dz_ld));
   const T* weight = static_cast<const T*>(args.weight) + first * K;
   const T* bias = args.bias ? static_cast<const T*>(args.bias) + first : nullptr;
@@ -108,12 +109,16 @@ void classes(const CrossEntropyBwd& args, int64_t row, int64_t rows, int64_t fir
         dz[i * dz_ld + p + r] = static_cast<O>(with);
       }
     });
-    if (args.dweight_sum) {
-      C* sum = static_cast<C*>(args.dweight_sum) + first * K;
-      for (int64_t k = 0; k < K; k += kGradientPanel)
-        product(n, std::min(kGradientPanel, K - k), round_up(m, kPair<O>), dz, dz_ld,
-                static_cast<const O*>(args.x_panels) + k * args.block + t * kGradientPanel,
-                kGradientPanel, sum + k, K, row + t > 0, kLongestGradientSum);
+    for (int64_t k = 0; args.x_panels && k < K; k += kGradientPanel) {
+      const int64_t width = std::min(kGradientPanel, K - k), at = first * K + k;
+      C* sum = args.dweight ? apart : static_cast<C*>(args.dweight_sum) + at;
+      product(n, width, round_up(m, kPair<O>), dz, dz_ld,
+              static_cast<const O*>(args.x_panels) + k * args.block + t * kGradientPanel,
+              kGradientPanel, sum, args.dweight ? kGradientPanel : K, row + t > 0,
+              kLongestGradientSum);
+      if (args.dweight)
+        for (int64_t i = 0; i < n; ++i)
+          narrow(apart + i * kGradientPanel, width, static_cast<T*>(args.dweight) + at + i * K);
     }
     if (args.dx_sum) turn_left(dz, dz_ld, n, m, args.dz.at<O>(t, first), args.dz.ld);
   }
@@ -190,17 +195,20 @@ namespace {
 
 at::ScalarType computed(DType dtype) { return dtype == DType::f64 ? at::kDouble : at::kFloat; }
 
-// Rows: tiles of 128, and blocks whose logits and dz take no more than 128 MB each, of at most
+// Rows: tiles of 128, and blocks whose logits and dz take no more than 64 MB each, of at most
 // 1024. Classes: up to 512 a task, fewer to feed all threads. None of it depends on how many there
 // are.
 void pick_blocks(CrossEntropyBwd& args, DType dtype) {
   const int64_t item = dtype == DType::f64 ? 8 : 4;
   args.tile = std::min<int64_t>(128, round_up(args.M, 16));
   args.panel = panel_rows(args.tile, dtype);
-  const int64_t most = (int64_t{1} << 27) / (args.V * item) / args.tile;
+  const int64_t most = (int64_t{1} << 26) / (args.V * item) / args.tile;
   const int64_t tiles = std::min(std::clamp<int64_t>(most, 1, 8), ceil_div(args.M, args.tile));
   args.block = tiles * args.tile;
   args.chunk = args.V >= 16384 ? 512 : args.V >= 8192 ? 256 : args.V >= 1024 ? 128 : 64;
+  // not 64 and 1; in one slice of dz no task crosses into another
+  if (args.V <= kGradientSumStep)
+    args.chunk = round_up(ceil_div(args.V, ceil_div(args.V, args.chunk)), 16);
 }
 
 }  // namespace
@@ -234,8 +242,10 @@ CrossEntropyGradients::CrossEntropyGradients(const CrossEntropyRows& rows, doubl
   args_.dz = Slices(block, V);
   args_.dz.data = room(dz_, wants_dx, ceil_div(args_.dz.elements(V), pair));
   args_.dx_sum = room(dx_sum_, wants_dx && narrow, block * K);
-  args_.dweight_sum = narrow ? room(dweight_sum_, wants_dweight, V * K)
-                             : (wants_dweight ? dweight.mutable_data_ptr() : nullptr);
+  const bool apart = narrow && rows.M <= args_.tile;
+  args_.dweight_sum = room(dweight_sum_, wants_dweight && narrow && !apart, V * K);
+  if (wants_dweight && (apart || !narrow))
+    (apart ? args_.dweight : args_.dweight_sum) = dweight.mutable_data_ptr();
   const bool wants_dbias = dbias.numel() == V;
   dbias_sum_ = at::empty({wants_dbias ? V : 0}, dbias.options().dtype(at::kDouble));
   args_.dbias = wants_dbias ? dbias_sum_.mutable_data_ptr<double>() : nullptr;

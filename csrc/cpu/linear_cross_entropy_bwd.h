@@ -12,8 +12,10 @@ struct CrossEntropyBwd {
   const void *x, *weight, *bias;  // weight contiguous; bias may be null, or in the logits already
   const void *dloss, *lse;        // of the present block, of the compute type
   const int64_t* target;          // of the present block
-  void* dx;                       // of the present block, in the storage type, or null
-  double* dbias;                  // (V), or null
+  // In a storage type that is no compute type, or null: dx of the present block; dweight of one
+  // tile of rows, whose sums nobody else adds to.
+  void *dx, *dweight;
+  double* dbias;  // (V), or null
   int64_t x_stride_m, M, K, V;
   bool bf16_tiles;                    // bfloat16 is multiplied as it is stored
   double target_share, other_share;   // 1 - s and s / V of LCE.4
@@ -30,7 +32,7 @@ constexpr int64_t kDzPad = 16;  // between rows of dz: a power of two apart they
 
 // Elements of working memory that one task of `classes` or `input` needs.
 inline int64_t cross_entropy_bwd_scratch(const CrossEntropyBwd& args) {
-  return std::max(args.chunk * (args.panel + args.tile + kDzPad) + logits_scratch(args.K),
+  return std::max(args.chunk * (args.panel + args.tile + kDzPad + kPanel) + logits_scratch(args.K),
                   round_up(std::min(args.V, kGradientSumStep), 2) * round_up(args.K, kPanel));
 }
 

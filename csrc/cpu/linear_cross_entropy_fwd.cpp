@@ -108,7 +108,7 @@ void tile_segment(const CrossEntropyFwd& args, int64_t tile, int64_t segment, C*
     std::fill_n(total, ld, C(0));
     turn_right(static_cast<const T*>(args.x) + (row + p) * args.x_stride_m, args.x_stride_m, real,
                K, x_t, ld, ld);
-    C bias[512];
+    C bias[512];  // chunk at most
     for (int64_t v = first; v < last; v += args.chunk) {
       const int64_t n = std::min(args.chunk, last - v);
       C* z = passing;
@@ -152,16 +152,17 @@ void cross_entropy_fwd(const CrossEntropyFwd& args, DType dtype, int64_t tile, i
 namespace tfm_kernels {
 namespace {
 
-// Tiles and panels of rows as linear_fwd takes them, spread evenly over the threads. Classes: 512
-// at a time, 2048 a segment.
+// Tiles and panels of rows as linear_fwd takes them, spread evenly over the threads. Classes: 64 to
+// 2048 a segment, so that few rows have work for several threads; up to 512 at a time.
 void pick_tiling(CrossEntropyFwd& args, DType dtype) {
   const int64_t threads = at::get_num_threads();
   int64_t tiles = ceil_div(args.M, kMaxTileRows / 2);
   if (tiles >= threads) tiles = round_up(tiles, threads);
   args.tile = round_up(ceil_div(args.M, tiles), 16);
   args.panel = panel_rows(args.tile, dtype);
-  args.chunk = std::min<int64_t>(512, round_up(args.V, 16));
-  args.segment = 2048;
+  const int64_t parts = std::max<int64_t>(1, 1024 / round_up(args.M, kMaxTileRows / 2));
+  args.segment = std::clamp<int64_t>(round_up(ceil_div(args.V, parts), 64), 64, 2048);
+  args.chunk = std::min<int64_t>(512, args.segment);
   args.found_ld = ceil_div(args.M, args.tile) * args.tile;
 }
 
