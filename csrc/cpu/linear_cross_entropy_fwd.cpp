@@ -161,7 +161,8 @@ void pick_tiling(CrossEntropyFwd& args, DType dtype) {
   args.tile = round_up(ceil_div(args.M, tiles), 16);
   args.panel = panel_rows(args.tile, dtype);
   const int64_t parts = std::max<int64_t>(1, 1024 / round_up(args.M, kMaxTileRows / 2));
-  args.segment = std::clamp<int64_t>(round_up(ceil_div(args.V, parts), 64), 64, 2048);
+  const int64_t most = std::clamp<int64_t>(round_up(ceil_div(args.V, parts), 64), 64, 2048);
+  args.segment = round_up(ceil_div(args.V, ceil_div(args.V, most)), 16);  // not 64 and 1
   args.chunk = std::min<int64_t>(512, args.segment);
   args.found_ld = ceil_div(args.M, args.tile) * args.tile;
 }

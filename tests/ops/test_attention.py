@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tfm_kernels as tfk
 from tests.attention_semantics import assert_segments_are_alone
+from tests.peak import growth
 from tests.threads import on_threads
 from tfm_kernels import Mask
 
@@ -463,21 +464,6 @@ def test_compiles_to_one_graph_and_trains():
 
 def test_extra_memory_does_not_grow_with_the_square_of_the_length():
     """Forward and backward of 8192 keys: a (T, T) matrix of one head would be 256 MiB; all that lives is O(T)."""
-    code = (
-        "import resource, torch, tfm_kernels as tfk\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
-        "torch.set_num_threads(2)\n"
-        "small, large = ([torch.randn(1, 1, t, 16).requires_grad_() for _ in range(3)] for t in (256, 8192))\n"
-        "tfk.ops.attention(*small, backend='cpu').sum().backward()\n"
-        "before = peak()\n"
-        "tfk.ops.attention(*large, backend='cpu').sum().backward()\n"
-        "print(peak() - before)"
-    )
-    import subprocess
-    import sys
-    from pathlib import Path
-
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 48, f"{done.stdout} MiB"
+    small = "small, large = ([torch.randn(1, 1, t, 16).requires_grad_() for _ in range(3)] for t in (256, 8192))\n"
+    run = "tfk.ops.attention(*{}, backend='cpu').sum().backward()"
+    assert growth(small + run.format("small"), run.format("large")) < 48

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,7 +9,9 @@ import torch.nn.functional as F
 from torch.autograd import gradgradcheck
 
 import tfm_kernels as tfk
+from tests.peak import growth
 from tests.threads import on_threads
+from tfm_kernels import _library
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.testing.float64 import assert_same_in_float64
 
@@ -292,6 +292,26 @@ def test_the_backend_asked_for_is_used():
         tfk.ops.linear_cross_entropy(**given, backend="triton")
 
 
+@pytest.mark.parametrize("f16_products", [False, True])
+def test_few_classes_are_left_to_pytorch(f16_products, monkeypatch):
+    monkeypatch.setattr(_library, "f16_products", f16_products)
+    for dtype, training, width, least in (
+        (torch.float32, False, 8, 65),
+        (torch.float32, True, 8, 512),
+        (torch.bfloat16, False, 8, 65),
+        (torch.bfloat16, True, 8, 256),
+        (torch.bfloat16, True, 512, 1024),
+        (torch.float16, False, 8, 1),
+        (torch.float16, True, 8, None if f16_products else 1),
+        (torch.float64, False, 8, None),
+    ):
+        for classes in {least or 3, (least or 3000) - 1} - {0}:
+            x, weight = torch.ones(3, width, dtype=dtype), torch.ones(classes, width, dtype=dtype)
+            told = tfk.explain("linear_cross_entropy", x.requires_grad_(training), weight, torch.tensor([0, 0, 0]))
+            expected = "cpu" if least is not None and classes >= least else "aten"
+            assert f"-> {expected} (" in told, (dtype, training, width, classes)
+
+
 def test_what_is_saved_for_the_backward_has_no_logits():
     saved = []
     given = call((64,), 8, 160, torch.float32)
@@ -301,23 +321,25 @@ def test_what_is_saved_for_the_backward_has_no_logits():
 
 
 PEAK = """
-import resource, torch, tfm_kernels as tfk
-rows, width, classes = 4000, 32, 20000
+rows, width, classes = 12000, 32, 20000
 weight = torch.randn(classes, width).requires_grad_({grad})
 x, target = torch.randn(rows, width).requires_grad_({grad}), torch.randint(classes, (rows,))
 def run(x, target):
-    loss = tfk.ops.linear_cross_entropy(x, weight, target, backend="cpu")
+    loss = tfk.ops.linear_cross_entropy(x, weight, target, reduction="{reduction}", backend="{backend}")
     if {grad}:
-        torch.autograd.grad(loss, (x, weight))
+        torch.autograd.grad(loss.sum(), (x, weight))
 run(x[:64], target[:64])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-run(x, target)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_memory_does_not_grow_with_the_logits(grad):
-    """The logits would take 305 MiB; x takes 0.5 and the weight 2.4."""
-    done = subprocess.run([sys.executable, "-c", PEAK.format(grad=grad)], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 40
+@pytest.mark.parametrize("grad, reduction", [(False, "mean"), (True, "mean"), (True, "none")])
+def test_memory_does_not_grow_with_the_logits(grad, reduction):
+    """The logits would take 916 MiB; x takes 1.5 and the weight 2.4, a block of logits and its gradient 64 each."""
+    before = PEAK.format(grad=grad, reduction=reduction, backend="cpu")
+    assert growth(before, "run(x, target)") < (160 if grad else 20)
+
+
+def test_memory_that_grows_is_seen():
+    """However much this process has held itself."""
+    torch.ones(2**27)
+    assert growth(PEAK.format(grad=False, reduction="mean", backend="aten"), "run(x[:2500], target[:2500])") > 180

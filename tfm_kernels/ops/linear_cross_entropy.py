@@ -20,7 +20,6 @@ float32, float64 for float64.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +57,6 @@ def _cpu(call: Call) -> str | None:
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
 
 
-# Below so many classes aten is faster or as fast, and its logits are small. Times over aten's on Zen 4 (16 to 4096
-# rows, width 128 to 768): float32 1.1 to 1.35 from 2 to 65 classes; in training 0.95 to 1.1 from 128 to 1000, 0.67 to
-# 0.9 from 2500 on. bfloat16 0.75 to 1.3 below 128, then 0.3 to 1.0. float16, which PyTorch emulates there, 0.02 to 0.2.
-_FEW, _FEW_TRAINED = 128, 1024
-
-
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
     if call.device == "cpu" and not _aten_is_faster(call):
@@ -72,12 +65,19 @@ def prefer(call: Call) -> tuple[str, ...]:
 
 
 def _aten_is_faster(call: Call) -> bool:
+    """Where there are few classes, whose logits are small."""
     if call.dtype == torch.float64:  # is there to check gradients, and has no tiles
         return True
-    if call.dtype == torch.float16 and _library.f16_products and call.training:  # as ffn; not measured
-        return True
-    few = _FEW_TRAINED if call.training and call.dtype == torch.float32 else _FEW
-    return call.classes < few
+    # Times over aten's on Zen 4, 16 to 4096 rows of width 128 to 768; of float16, which PyTorch emulates, 0.02 to 0.2.
+    if call.dtype == torch.float16:
+        return _library.f16_products and call.training  # as ffn: not measured
+    if not call.training:
+        return call.classes < 65  # 0.8 to 1.4; from 65 on 0.6 to 1.1, from 256 on 0.3 to 1.0
+    if call.dtype == torch.float32:
+        return call.classes < 512  # 1.1 to 1.4 below 128, 0.8 to 1.1 at 256, then 0.67 to 1.0
+    # bfloat16: up to 1000 classes 0.95 to 1.07 at width 512 and 768; 0.7 to 1.0 from 256 on at 128 and 256; then 0.5
+    # to 0.95
+    return call.classes < (1024 if call.width >= 512 else 256)
 
 
 def describe(x, weight, target, bias=None, *, ignore_index=-100, label_smoothing=0.0, reduction="mean") -> Call:
@@ -238,24 +238,23 @@ def linear_cross_entropy(
     name, call, saves = choice
     rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)
     numbers = target if target.dim() == 1 else target.reshape(call.rows)
-    others = ignore_index, float(label_smoothing)
-    if name not in FWD:
-        composed = aten if name == "aten" else reference
-        compute = functools.partial(composed.linear_cross_entropy, rows, weight, numbers, bias, *others, reduction)
-    else:
-        compute = functools.partial(_by_kernel, name, rows, weight, bias, numbers, *others, saves, reduction)
+    arguments = rows, weight, numbers, bias, ignore_index, float(label_smoothing), reduction
     if torch.compiler.is_compiling():
-        loss = compute()
+        loss = _run(name, saves, *arguments)
     else:
         try:
-            loss = compute()
+            loss = _run(name, saves, *arguments)
         except (IndexError, RuntimeError):  # looking first would cost as much as a small kernel
             _refuse_targets(target, call.classes, ignore_index)
             raise
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _by_kernel(name, rows, weight, bias, target, ignore_index, label_smoothing, saves, reduction):
+def _run(name, saves, rows, weight, target, bias, ignore_index, label_smoothing, reduction):
+    if name == "aten":
+        return aten.linear_cross_entropy(rows, weight, target, bias, ignore_index, label_smoothing, reduction)
+    if name == "reference":
+        return reference.linear_cross_entropy(rows, weight, target, bias, ignore_index, label_smoothing, reduction)
     losses = _apply(name, rows, weight, bias, target, ignore_index, label_smoothing, *saves)[0]
     if reduction == "none":
         return losses
