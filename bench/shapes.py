@@ -244,7 +244,7 @@ def _linear_cross_entropy() -> list[Case]:
 
     both = ("float32", "bfloat16")
     return [
-        c(768, 128, 65, dtypes=both),  # characters
+        c(2048, 128, 65, dtypes=both),  # characters
         c(256, 256, 1000, quick=True),
         c(2048, 256, 8000, dtypes=ALL, headline=True),
         c(1024, 256, 8000, label_smoothing=0.1, dtypes=both, headline=True),  # translation

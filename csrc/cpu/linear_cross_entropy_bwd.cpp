@@ -170,14 +170,10 @@ void cross_entropy_bwd_scale(const void* sums, double factor, int64_t n, DType d
   for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     using C = compute_t<T>;
-    constexpr int64_t kStep = 64;
     const C* from = static_cast<const C*>(sums);
-    for (int64_t i = 0; i < n; i += kStep) {
-      const int64_t width = std::min(kStep, n - i);
-      C scaled[kStep];
-      for (int64_t j = 0; j < width; ++j) scaled[j] = from[i + j] * static_cast<C>(factor);
-      narrow(scaled, width, static_cast<T*>(out) + i);
-    }
+    fill_lanes(static_cast<T*>(out), n, false, [&]<typename V>(int64_t i) {
+      return load<V>(from + i) * V(static_cast<C>(factor));
+    });
   });
 }
 
@@ -206,9 +202,9 @@ void pick_blocks(CrossEntropyBwd& args, DType dtype) {
   const int64_t tiles = std::min(std::clamp<int64_t>(most, 1, 8), ceil_div(args.M, args.tile));
   args.block = tiles * args.tile;
   args.chunk = args.V >= 16384 ? 512 : args.V >= 8192 ? 256 : args.V >= 1024 ? 128 : 64;
-  // not 64 and 1; in one slice of dz no task crosses into another
+  // in one slice of dz no task crosses into another
   if (args.V <= kGradientSumStep)
-    args.chunk = round_up(ceil_div(args.V, ceil_div(args.V, args.chunk)), 16);
+    args.chunk = std::min<int64_t>(64, round_up(ceil_div(args.V, 8), 16));
 }
 
 }  // namespace

@@ -295,21 +295,23 @@ def test_the_backend_asked_for_is_used():
 @pytest.mark.parametrize("f16_products", [False, True])
 def test_few_classes_are_left_to_pytorch(f16_products, monkeypatch):
     monkeypatch.setattr(_library, "f16_products", f16_products)
-    for dtype, training, width, least in (
-        (torch.float32, False, 8, 65),
-        (torch.float32, True, 8, 512),
-        (torch.bfloat16, False, 8, 65),
-        (torch.bfloat16, True, 8, 256),
-        (torch.bfloat16, True, 512, 1024),
-        (torch.float16, False, 8, 1),
-        (torch.float16, True, 8, None if f16_products else 1),
-        (torch.float64, False, 8, None),
+    for dtype, training, rows, least in (
+        (torch.float32, False, 3, 65),
+        (torch.float32, True, 255, 2048),
+        (torch.float32, True, 256, 512),
+        (torch.bfloat16, False, 3, 65),
+        (torch.bfloat16, True, 1024, 1),
+        (torch.bfloat16, True, 1025, 256),
+        (torch.float16, False, 3, 1),
+        (torch.float16, True, 3, None if f16_products else 1),
+        (torch.float64, False, 3, None),
     ):
         for classes in {least or 3, (least or 3000) - 1} - {0}:
-            x, weight = torch.ones(3, width, dtype=dtype), torch.ones(classes, width, dtype=dtype)
-            told = tfk.explain("linear_cross_entropy", x.requires_grad_(training), weight, torch.tensor([0, 0, 0]))
+            x, weight = torch.ones(rows, 8, dtype=dtype), torch.ones(classes, 8, dtype=dtype)
+            target = torch.zeros(rows, dtype=torch.int64)
+            told = tfk.explain("linear_cross_entropy", x.requires_grad_(training), weight, target)
             expected = "cpu" if least is not None and classes >= least else "aten"
-            assert f"-> {expected} (" in told, (dtype, training, width, classes)
+            assert f"-> {expected} (" in told, (dtype, training, rows, classes)
 
 
 def test_what_is_saved_for_the_backward_has_no_logits():

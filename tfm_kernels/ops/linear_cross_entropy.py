@@ -57,6 +57,10 @@ def _cpu(call: Call) -> str | None:
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
 
 
+# Rows from which it takes longer to compute the logits again than to read and write a weight's gradient once more.
+_SAVING_FROM = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 256, torch.float64: 64}
+
+
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
     if call.device == "cpu" and not _aten_is_faster(call):
@@ -73,11 +77,10 @@ def _aten_is_faster(call: Call) -> bool:
         return _library.f16_products and call.training  # as ffn: not measured
     if not call.training:
         return call.classes < 65  # 0.8 to 1.4; from 65 on 0.6 to 1.1, from 256 on 0.3 to 1.0
-    if call.dtype == torch.float32:
-        return call.classes < 512  # 1.1 to 1.4 below 128, 0.8 to 1.1 at 256, then 0.67 to 1.0
-    # bfloat16: up to 1000 classes 0.95 to 1.07 at width 512 and 768; 0.7 to 1.0 from 256 on at 128 and 256; then 0.5
-    # to 0.95
-    return call.classes < (1024 if call.width >= 512 else 256)
+    rows = None if torch.compiler.is_compiling() else call.rows  # a compiled graph must not depend on it
+    if call.dtype == torch.float32:  # 1.0 to 1.8 up to 128 classes, 0.8 to 1.1 at 256 and, below 256 rows, up to 1000
+        return call.classes < (512 if rows is None or rows >= _SAVING_FROM[torch.float32] else 2048)
+    return call.classes < 256 and (rows is None or rows > 1024)  # 1.1 to 1.7 for 4096 rows, 0.84 to 1.05 below
 
 
 def describe(x, weight, target, bias=None, *, ignore_index=-100, label_smoothing=0.0, reduction="mean") -> Call:
@@ -134,9 +137,6 @@ def _stand_in(call: Call) -> _backend.StandIn:
         [leaf.requires_grad_() for leaf in leaves] if call.training else [],
     )
 
-
-# Rows from which it takes longer to compute the logits again than to read and write a weight's gradient once more.
-_SAVING_FROM = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 256, torch.float64: 64}
 
 OP = _backend.register(_backend.Op("linear_cross_entropy", SUPPORT, prefer, describe, bucket, _stand_in))
 _CHOICES = _backend.Choices()  # (backend, Call)
@@ -238,15 +238,11 @@ def linear_cross_entropy(
     name, call, saves = choice
     rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)
     numbers = target if target.dim() == 1 else target.reshape(call.rows)
-    arguments = rows, weight, numbers, bias, ignore_index, float(label_smoothing), reduction
-    if torch.compiler.is_compiling():
-        loss = _run(name, saves, *arguments)
-    else:
-        try:
-            loss = _run(name, saves, *arguments)
-        except (IndexError, RuntimeError):  # looking first would cost as much as a small kernel
-            _refuse_targets(target, call.classes, ignore_index)
-            raise
+    try:
+        loss = _run(name, saves, rows, weight, numbers, bias, ignore_index, float(label_smoothing), reduction)
+    except (IndexError, RuntimeError):  # looking first would cost as much as a small kernel
+        _refuse_targets(target, call.classes, ignore_index)
+        raise
     return loss.view(target.shape) if reduction == "none" else loss
 
 
