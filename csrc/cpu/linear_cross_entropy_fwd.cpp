@@ -184,9 +184,7 @@ void join(const CrossEntropyFwd& args, int64_t row, double label_smoothing, C* l
     sum += there == 0.0 ? 0.0 : there * std::exp(found(i, kMost) - most);
     total += found(i, kTotal);
   }
-  const bool known = target >= 0 && target < args.V;
-  const double own =
-      known ? found(target / args.segment, kOwn) : std::numeric_limits<double>::quiet_NaN();
+  const double own = found(target / args.segment, kOwn);
   const double grown = std::log(sum);
   lse[row] = static_cast<C>(most + grown);
   double value = (1.0 - label_smoothing) * (most - own);
