@@ -23,10 +23,9 @@ struct Part {
 template <typename C, bool kMasked, bool kExtras>
 struct Weights {
   using V = at::vec::Vectorized<C>;
-  static constexpr C kLog2E = static_cast<C>(1.4426950408889634);
   // lse in units of log2 unless there are extras; first and end count from the part's first
   // column
-  static constexpr C kUnit = kExtras ? C(1) : kLog2E;
+  static constexpr C kUnit = kExtras ? C(1) : static_cast<C>(kLog2E);
   V step, shift, first, end, column{C(0)};
 
   template <typename O>
@@ -47,7 +46,7 @@ struct Weights {
 
   V next(V x, V extra) {
     if constexpr (kExtras)
-      x = (x * step + extra - shift) * V(kLog2E);
+      x = (x * step + extra - shift) * V(static_cast<C>(kLog2E));
     else
       x = at::vec::fmsub(x, step, shift);
     const V zero(C(0));

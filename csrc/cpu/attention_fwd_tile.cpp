@@ -22,7 +22,6 @@ namespace {
 template <typename T, typename O>
 class Worker {
   using C = compute_t<T>;
-  static constexpr double kLog2E = 1.4426950408889634;
   static constexpr C kNothing = -std::numeric_limits<C>::infinity();
 
  public:

@@ -37,7 +37,7 @@ struct Memory {
   at::Tensor x_panels, dy_t, x_rows, dy_rows, dp, dg, dx_sum, dw1_sum, dw2_sum, dgate_sum, db1_sum;
 
   Memory(FfnBwd& args, const at::Tensor& x)
-      : options(x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)),
+      : options(x.options().dtype(compute_type(x.scalar_type()))),
         wide(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16) {
     const int64_t E = args.E, F = args.F, Eo = args.Eo, block = args.block;
     args.dy_t_ld = block + 16;  // not a power of two, either
@@ -126,7 +126,7 @@ static_assert(kFfnBwdFewRows <= kFewRows, "preact is there, saved or computed ag
 
 // A task of `hidden`: up to 512 features, whose products stay in L1 and L2.
 void run_few_rows(FfnBwd& args, DType dtype, const at::Tensor& x, const at::Tensor& dy) {
-  const auto wide = x.options().dtype(dtype == DType::f64 ? at::kDouble : at::kFloat);
+  const auto wide = x.options().dtype(compute_type(x.scalar_type()));
   const at::Tensor x_rows = x.to(wide), dy_rows = dy.to(wide);
   args.x_rows = x_rows.const_data_ptr();
   args.dy_rows = dy_rows.const_data_ptr();

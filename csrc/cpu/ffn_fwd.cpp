@@ -21,9 +21,7 @@ namespace {
 // memory and a second pass.
 FfnTiling pick_tiling(int64_t M, int64_t F, DType dtype, bool bf16_tiles, int64_t threads) {
   FfnTiling tiling{};
-  int64_t tiles = ceil_div(M, bf16_tiles ? kMaxTileRows : kMaxTileRows / 2);
-  if (tiles >= threads) tiles = round_up(tiles, threads);
-  tiling.rows = round_up(ceil_div(M, tiles), 16);
+  tiling.rows = tile_rows(M, bf16_tiles ? kMaxTileRows : kMaxTileRows / 2, threads);
   tiling.tiles = ceil_div(M, tiling.rows);
   tiling.panel = panel_rows(tiling.rows, dtype);
   tiling.segments =

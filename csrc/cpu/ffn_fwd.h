@@ -8,6 +8,7 @@
 #include "isa.h"
 #include "philox.h"
 #include "vec.h"
+#include "weights.h"
 
 namespace tfm_kernels {
 
@@ -38,9 +39,8 @@ struct FfnFwd {
 inline int64_t ffn_fwd_scratch(const FfnFwd& args) {
   const auto& tiling = args.tiling;
   // the hidden activation as an operand of bfloat16, or weights as they are widened
-  const int64_t wide = args.bf16_tiles
-                           ? tiling.chunk * tiling.panel / 2
-                           : std::max<int64_t>(32768, 16 * std::max(args.E, tiling.chunk));
+  const int64_t wide = args.bf16_tiles ? tiling.chunk * tiling.panel / 2
+                                       : widened_room(std::max(args.E, tiling.chunk));
   return args.E * tiling.rows + (args.gated ? 2 : 1) * tiling.chunk * tiling.panel + wide;
 }
 

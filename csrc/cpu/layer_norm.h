@@ -18,6 +18,11 @@ inline DType dtype_of(at::ScalarType dtype) {
                                   : DType::f32;
 }
 
+// What kernels compute in, and keep statistics in.
+inline at::ScalarType compute_type(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 // x as M rows of N elements of `dtype` with unit stride along N, copied only where its strides do
 // not allow that.
 struct Rows {

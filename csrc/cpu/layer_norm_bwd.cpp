@@ -159,7 +159,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   check_shape(dz, z.sizes(), kOp, "dz");
   check_shape(mean, {rms ? 0 : rows}, kOp, "mean");
   check_shape(rstd, {rows}, kOp, "rstd");
-  const auto dtype = z.scalar_type(), compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const auto dtype = z.scalar_type(), compute = compute_type(dtype);
   TORCH_CHECK(rstd.scalar_type() == compute && (rms || mean.scalar_type() == compute), kOp,
               ": mean and rstd must be ", compute);
   const Rows dy2(dy, dtype), z2(z, dtype), dz2 = dz ? Rows(*dz, dtype) : Rows();

@@ -152,7 +152,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   const int64_t n = x.size(-1), rows = x.numel() / n;
   const auto dtype =
       residual ? c10::promoteTypes(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
-  const auto compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const auto compute = compute_type(dtype);
   const Rows x2(x, dtype), residual2 = residual ? Rows(*residual, dtype) : Rows();
   const Vector w(weight, n, kOp, "weight"), b(bias, n, kOp, "bias");
   const auto options = x.options().dtype(dtype), statistics = x.options().dtype(compute);

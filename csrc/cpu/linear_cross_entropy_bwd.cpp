@@ -55,7 +55,7 @@ struct PanelRows {
 template <typename C>
 C differentiate(const PanelRows<C>& rows, const C* z, int64_t ld, C bias, C other_share, C* dz) {
   using V = at::vec::Vectorized<C>;
-  const V shift(bias), step(static_cast<C>(kLog2e)), share(other_share);
+  const V shift(bias), step(static_cast<C>(kLog2E)), share(other_share);
   V sum(C(0));
   for (int64_t j = 0; j < ld; j += V::size()) {
     const V p = exp2_fast((V::loadu(z + j) + shift - V::loadu(rows.lse + j)) * step);
@@ -70,13 +70,13 @@ template <typename T, typename O, typename C = compute_t<T>>
 void classes(const CrossEntropyBwd& args, int64_t row, int64_t rows, int64_t first, C* scratch) {
   const int64_t K = args.K, n = std::min(args.chunk, args.V - first), dz_ld = args.tile + kDzPad;
   const auto carve = [&](int64_t elements) { return std::exchange(scratch, scratch + elements); };
-  C *again = carve(args.chunk * args.panel), *wide = carve(logits_scratch(K));
+  C *again = carve(args.chunk * args.panel), *wide = carve(widened_room(K));
   C* apart = carve(args.chunk * kGradientPanel);
   O* dz = reinterpret_cast<O*>(carve(args.chunk * dz_ld));
   const T* weight = static_cast<const T*>(args.weight) + first * K;
   const T* bias = args.bias ? static_cast<const T*>(args.bias) + first : nullptr;
   const C target_share = static_cast<C>(args.target_share);
-  const C other_share = static_cast<C>(args.other_share), step = static_cast<C>(kLog2e);
+  const C other_share = static_cast<C>(args.other_share), step = static_cast<C>(kLog2E);
   double sums[512] = {};  // of dbias
   for (int64_t t = 0; t < rows; t += args.tile) {
     const int64_t m = std::min(args.tile, rows - t);
@@ -189,8 +189,6 @@ void cross_entropy_bwd_scale(const void* sums, double factor, int64_t n, DType d
 namespace tfm_kernels {
 namespace {
 
-at::ScalarType computed(DType dtype) { return dtype == DType::f64 ? at::kDouble : at::kFloat; }
-
 // Rows: tiles of 128, and blocks whose logits and dz take no more than 64 MB each, of at most
 // 1024. Classes: up to 512 a task, fewer to feed all threads. None of it depends on how many there
 // are.
@@ -230,7 +228,8 @@ CrossEntropyGradients::CrossEntropyGradients(const CrossEntropyRows& rows, doubl
   args_.other_share = label_smoothing / static_cast<double>(V);
   pick_blocks(args_, rows.dtype);
   const bool wants_dx = dx.dim() == 2, wants_dweight = dweight.dim() == 2;
-  const bool narrow = dx.scalar_type() != computed(rows.dtype);        // sums are formed elsewhere
+  const bool narrow =
+      dx.scalar_type() != compute_type(dx.scalar_type());              // sums are formed elsewhere
   const int64_t block = args_.block, pair = args_.bf16_tiles ? 2 : 1;  // operands an element
   args_.logits = room(logits_, keeps_logits, block * V);
   args_.x_t = room(x_t_, !keeps_logits, ceil_div(block * K, pair));
@@ -246,12 +245,12 @@ CrossEntropyGradients::CrossEntropyGradients(const CrossEntropyRows& rows, doubl
   dbias_sum_ = at::empty({wants_dbias ? V : 0}, dbias.options().dtype(at::kDouble));
   args_.dbias = wants_dbias ? dbias_sum_.mutable_data_ptr<double>() : nullptr;
   scratch_ = at::empty({at::get_num_threads() * cross_entropy_bwd_scratch(args_)},
-                       rows.x.options().dtype(computed(rows.dtype)));
+                       rows.x.options().dtype(compute_type(rows.x.scalar_type())));
 }
 
 void* CrossEntropyGradients::room(at::Tensor& owner, bool needed, int64_t elements) const {
   if (!needed) return nullptr;
-  owner = new_output({elements}, rows_.x.options().dtype(computed(rows_.dtype)));
+  owner = new_output({elements}, rows_.x.options().dtype(compute_type(rows_.x.scalar_type())));
   return owner.mutable_data_ptr();
 }
 
@@ -304,7 +303,7 @@ namespace {
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // Of the gradients of the sum of losses those of a loss whose rows all have this gradient.
-ThreeTensors scaled(const CrossEntropyRows& rows, const at::TensorOptions& options, double dloss,
+ThreeTensors scaled(DType dtype, const at::TensorOptions& options, double dloss,
                     const at::Tensor& gx, const at::Tensor& gweight, const at::Tensor& gbias,
                     bool need_x, bool need_weight, bool need_bias) {
   const auto result = [&](const at::Tensor& sums, bool needed) {
@@ -316,7 +315,7 @@ ThreeTensors scaled(const CrossEntropyRows& rows, const at::TensorOptions& optio
     char* target = static_cast<char*>(out.mutable_data_ptr());
     at::parallel_for(0, from.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
       TFM_KERNEL(cross_entropy_bwd_scale)
-      (source + begin * item, dloss, end - begin, rows.dtype, target + begin * stored);
+      (source + begin * item, dloss, end - begin, dtype, target + begin * stored);
     });
     return out;
   };
@@ -331,24 +330,23 @@ ThreeTensors linear_cross_entropy_bwd_cpu(const at::Tensor& dloss, const at::Ten
                                           double label_smoothing, bool need_x, bool need_weight,
                                           bool need_bias) {
   constexpr const char* kOp = "linear_cross_entropy_bwd_cpu";
-  const CrossEntropyRows rows(x, weight, bias, target, ignore_index, label_smoothing, kOp);
-  const auto M = rows.M, K = rows.K, V = rows.V;
-  const auto type = computed(rows.dtype);
+  const CrossEntropyCall call(x, weight, bias, target, ignore_index, label_smoothing, kOp);
+  const auto M = call.M, K = call.K, V = call.V;
+  const auto type = compute_type(x.scalar_type());
   const auto options = x.options();
   for (const auto& [t, name] : {std::pair(&dloss, "dloss"), std::pair(&lse, "lse")}) {
-    check_shape(*t, {rows.all}, kOp, name);
+    check_shape(*t, {call.all}, kOp, name);
     TORCH_CHECK(t->scalar_type() == type, kOp, ": ", name, " must be ", type, ", got ",
                 t->scalar_type());
   }
-  const at::Tensor dloss_rows = rows.of_live(dloss).contiguous();
-  const at::Tensor lse_rows = rows.of_live(lse).contiguous();
+  const at::Tensor dloss_rows = call.of_live(dloss).contiguous();
   const auto saved = [&](const at::Tensor& sums, bool needed, at::IntArrayRef sizes) {
     return !needed || (sums.sizes() == sizes && sums.scalar_type() == type);
   };
-  if (M > 0 && saved(gx, need_x, {rows.all, K}) && saved(gweight, need_weight, {V, K}) &&
+  if (M > 0 && saved(gx, need_x, {call.all, K}) && saved(gweight, need_weight, {V, K}) &&
       saved(gbias, need_bias, {V}) && dloss_rows.eq(dloss_rows[0]).all().item<bool>())
-    return scaled(rows, options, dloss_rows[0].item<double>(), gx, gweight, gbias, need_x,
-                  need_weight, need_bias);
+    return scaled(dtype_of(x.scalar_type()), options, dloss_rows[0].item<double>(), gx, gweight,
+                  gbias, need_x, need_weight, need_bias);
 
   const auto result = [&](bool needed, at::IntArrayRef sizes) {
     return needed ? new_output(sizes, options) : at::empty({0}, options);
@@ -359,6 +357,8 @@ ThreeTensors linear_cross_entropy_bwd_cpu(const at::Tensor& dloss, const at::Ten
     dweight.zero_();
     dbias.zero_();
   } else if (need_x || need_weight || need_bias) {
+    const CrossEntropyRows rows(call, x, weight, bias, target);
+    const at::Tensor lse_rows = call.of_live(lse).contiguous();
     CrossEntropyGradients gradients(rows, label_smoothing, false, dx, dweight, dbias);
     const int64_t item = dloss_rows.element_size();
     const char* dlosses = static_cast<const char*>(dloss_rows.const_data_ptr());
@@ -367,7 +367,7 @@ ThreeTensors linear_cross_entropy_bwd_cpu(const at::Tensor& dloss, const at::Ten
       gradients.add(row, dlosses + row * item, sums + row * item);
     gradients.finish();
   }
-  return {need_x ? rows.of_all(dx) : dx, dweight, dbias};
+  return {need_x ? call.of_all(dx) : dx, dweight, dbias};
 }
 
 TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) {

@@ -32,7 +32,7 @@ constexpr int64_t kDzPad = 16;  // between rows of dz: a power of two apart they
 
 // Elements of working memory that one task of `classes` or `input` needs.
 inline int64_t cross_entropy_bwd_scratch(const CrossEntropyBwd& args) {
-  return std::max(args.chunk * (args.panel + args.tile + kDzPad + kPanel) + logits_scratch(args.K),
+  return std::max(args.chunk * (args.panel + args.tile + kDzPad + kPanel) + widened_room(args.K),
                   round_up(std::min(args.V, kGradientSumStep), 2) * round_up(args.K, kPanel));
 }
 
@@ -60,12 +60,11 @@ namespace tfm_kernels {
 // where they are not wanted.
 class CrossEntropyGradients {
  public:
-  // keeps_logits: add() finds those of its block where logits() says, with their bias.
+  // keeps_logits: add() finds those of its block where blocks() says, with their bias.
   CrossEntropyGradients(const CrossEntropyRows& rows, double label_smoothing, bool keeps_logits,
                         const at::Tensor& dx, const at::Tensor& dweight, const at::Tensor& dbias);
 
   const CrossEntropyBwd& blocks() const { return args_; }
-  void* logits() const { return args_.logits; }
 
   // Adds the rows from `row` on, a block or what is left; dloss and lse are theirs.
   void add(int64_t row, const void* dloss, const void* lse);

@@ -33,7 +33,7 @@ enum Found { kMost, kSum, kTotal, kOwn, kFound };
 
 // Elements of working memory that a task needs.
 inline int64_t cross_entropy_fwd_scratch(const CrossEntropyFwd& args) {
-  return (args.K + args.chunk) * args.panel + logits_scratch(args.K);
+  return (args.K + args.chunk) * args.panel + widened_room(args.K);
 }
 
 TFM_DECLARE_KERNEL(void cross_entropy_fwd(const CrossEntropyFwd& args, DType dtype, int64_t tile,
@@ -61,7 +61,7 @@ void take_columns(C* z, int64_t n, int64_t ld, const C* bias, C* most, C* sum) {
       now[c] = at::vec::clamp_min(value, now[c]);  // not NaN, which the sum will show
     }
   }
-  const V least(-std::numeric_limits<C>::infinity()), step(static_cast<C>(kLog2e));
+  const V least(-std::numeric_limits<C>::infinity()), step(static_cast<C>(kLog2E));
 #pragma GCC unroll 4
   for (int c = 0; c < kWide; ++c) {
     now[c].store(most + c * V::size());
@@ -152,19 +152,12 @@ void cross_entropy_fwd(const CrossEntropyFwd& args, DType dtype, int64_t tile, i
 namespace tfm_kernels {
 namespace {
 
-// Tiles and panels of rows as linear_fwd takes them, spread evenly over the threads. Classes: 64 to
-// 2048 a segment, so that few rows have work for several threads; up to 512 at a time.
-void pick_tiling(CrossEntropyFwd& args, DType dtype) {
-  const int64_t threads = at::get_num_threads();
-  int64_t tiles = ceil_div(args.M, kMaxTileRows / 2);
-  if (tiles >= threads) tiles = round_up(tiles, threads);
-  args.tile = round_up(ceil_div(args.M, tiles), 16);
-  args.panel = panel_rows(args.tile, dtype);
+// 64 to 2048 a segment, so that few rows have work for several threads; up to 512 at a time.
+void pick_classes(CrossEntropyFwd& args) {
   const int64_t parts = std::max<int64_t>(1, 1024 / round_up(args.M, kMaxTileRows / 2));
   const int64_t most = std::clamp<int64_t>(round_up(ceil_div(args.V, parts), 64), 64, 2048);
   args.segment = round_up(ceil_div(args.V, ceil_div(args.V, most)), 16);  // not 64 and 1
   args.chunk = std::min<int64_t>(512, args.segment);
-  args.found_ld = ceil_div(args.M, args.tile) * args.tile;
 }
 
 // LCE.2 and LCE.3 of a row, from what its segments left.
@@ -196,6 +189,8 @@ void join(const CrossEntropyFwd& args, int64_t row, double label_smoothing, C* l
 // The losses and lse of rows row..row + args.M - 1.
 void run(CrossEntropyFwd& args, const CrossEntropyRows& rows, int64_t row, double label_smoothing,
          const at::Tensor& loss, const at::Tensor& lse) {
+  pick_classes(args);
+  args.found_ld = round_up(args.M, args.tile);
   args.x = static_cast<const char*>(rows.x.const_data_ptr()) +
            row * rows.x.stride(0) * rows.x.element_size();
   args.target = rows.target.const_data_ptr<int64_t>() + row;
@@ -225,10 +220,10 @@ FiveTensors linear_cross_entropy_fwd_cpu(const at::Tensor& x, const at::Tensor& 
                                          const OptionalTensor& bias, const at::Tensor& target,
                                          int64_t ignore_index, double label_smoothing, bool save_x,
                                          bool save_weight, bool save_bias) {
-  const CrossEntropyRows rows(x, weight, bias, target, ignore_index, label_smoothing,
+  const CrossEntropyCall call(x, weight, bias, target, ignore_index, label_smoothing,
                               "linear_cross_entropy_fwd_cpu");
-  const auto options = x.options().dtype(rows.dtype == DType::f64 ? at::kDouble : at::kFloat);
-  const auto M = rows.M, K = rows.K, V = rows.V;
+  const auto options = x.options().dtype(compute_type(x.scalar_type()));
+  const auto M = call.M, K = call.K, V = call.V;
   const auto result = [&](bool wanted, at::IntArrayRef sizes) {
     return wanted ? new_output(sizes, options) : at::empty({0}, options);
   };
@@ -236,7 +231,7 @@ FiveTensors linear_cross_entropy_fwd_cpu(const at::Tensor& x, const at::Tensor& 
   at::Tensor gx = result(save_x, {M, K}), gweight = result(save_weight, {V, K});
   at::Tensor gbias = result(save_bias, {V});
   const auto finished = [&] {
-    return FiveTensors(rows.of_all(loss), rows.of_all(lse), save_x ? rows.of_all(gx) : gx, gweight,
+    return FiveTensors(call.of_all(loss), call.of_all(lse), save_x ? call.of_all(gx) : gx, gweight,
                        gbias);
   };
   if (M == 0) {
@@ -245,6 +240,7 @@ FiveTensors linear_cross_entropy_fwd_cpu(const at::Tensor& x, const at::Tensor& 
     return finished();
   }
 
+  const CrossEntropyRows rows(call, x, weight, bias, target);
   CrossEntropyFwd args{};
   args.weight = rows.weight.const_data_ptr();
   args.bias = pointer(rows.bias);
@@ -255,21 +251,20 @@ FiveTensors linear_cross_entropy_fwd_cpu(const at::Tensor& x, const at::Tensor& 
   args.bf16_tiles = rows.bf16_tiles;
   args.smoothed = label_smoothing > 0.0;
   if (!(save_x || save_weight || save_bias)) {
-    pick_tiling(args, rows.dtype);
+    args.tile = tile_rows(M, kMaxTileRows / 2, at::get_num_threads());
+    args.panel = panel_rows(args.tile, rows.dtype);
     run(args, rows, 0, label_smoothing, loss, lse);
     return finished();
   }
   // Block by block, while the logits are there.
   CrossEntropyGradients gradients(rows, label_smoothing, true, gx, gweight, gbias);
   const CrossEntropyBwd& blocks = gradients.blocks();
-  args.logits = gradients.logits();
+  args.logits = blocks.logits;
+  args.tile = blocks.tile;
+  args.panel = blocks.panel;
   const at::Tensor ones = at::ones({blocks.block}, options);
   for (int64_t row = 0; row < M; row += blocks.block) {
     args.M = std::min(blocks.block, M - row);
-    pick_tiling(args, rows.dtype);
-    args.tile = blocks.tile;
-    args.panel = blocks.panel;
-    args.found_ld = round_up(args.M, args.tile);
     run(args, rows, row, label_smoothing, loss, lse);
     gradients.add(row, ones.const_data_ptr(),
                   static_cast<const char*>(lse.const_data_ptr()) + row * lse.element_size());

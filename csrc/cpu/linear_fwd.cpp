@@ -37,7 +37,7 @@ TFM_DECLARE_KERNEL(void linear_fwd_tile(const LinearFwd& args, DType dtype, int6
 
 // Elements of working memory that this takes: x^T and y^T of a panel, weights as they are widened.
 inline int64_t linear_fwd_tile_scratch(const LinearFwd& args) {
-  return (args.K + args.chunk) * args.panel + std::max<int64_t>(32768, 16 * args.K);
+  return (args.K + args.chunk) * args.panel + widened_room(args.K);
 }
 
 inline namespace CPU_CAPABILITY {
@@ -48,8 +48,7 @@ void tile(const LinearFwd& args, int64_t row, int64_t begin, int64_t end, C* x) 
   const int64_t K = args.K, N = args.N, w_ld = args.weight_stride_n;
   C *y = x + K * args.panel, *wide = y + args.chunk * args.panel;
   const T* bias = args.bias ? static_cast<const T*>(args.bias) + begin : nullptr;
-  // one sum of 1024 products is less exact than a BLAS, and nothing else here hides it
-  const int64_t longest = std::min<int64_t>(256, longest_sum<T>(args.panel));
+  const int64_t longest = longest_bare_sum<T>(args.panel);
   for_panels(args.tile, args.panel, args.M - row, [&](int64_t p, int64_t ld, int64_t real) {
     turn_right(static_cast<const T*>(args.x) + (row + p) * args.x_stride_m, args.x_stride_m, real,
                K, x, ld, ld);
@@ -122,9 +121,8 @@ namespace {
 // a time where there would be less to do than threads.
 void run_tiles(LinearFwd& args, DType dtype, const at::Tensor& x) {
   const int64_t threads = at::get_num_threads();
-  int64_t tiles = ceil_div(args.M, kMaxTileRows / 2);
-  if (tiles >= threads) tiles = round_up(tiles, threads);
-  args.tile = round_up(ceil_div(args.M, tiles), 16);
+  args.tile = tile_rows(args.M, kMaxTileRows / 2, threads);
+  const int64_t tiles = ceil_div(args.M, args.tile);
   args.panel = panel_rows(args.tile, dtype);
   args.chunk = std::min<int64_t>(512, round_up(ceil_div(args.N, ceil_div(threads, tiles)), 16));
   const int64_t strips = ceil_div(args.N, std::max<int64_t>(args.chunk, 1));

@@ -7,6 +7,9 @@
 #include "vec.h"
 
 namespace tfm_kernels {
+
+constexpr double kLog2E = 1.4426950408889634;
+
 inline namespace CPU_CAPABILITY {
 namespace {
 

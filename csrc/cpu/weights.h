@@ -9,6 +9,17 @@ namespace tfm_kernels {
 
 constexpr int64_t kMaxTileRows = 256;
 
+// Rows of a tile: `most` or fewer, in multiples of 16, spread evenly over tiles whose number, where
+// there are enough of them, is a multiple of the threads'.
+inline int64_t tile_rows(int64_t rows, int64_t most, int64_t threads) {
+  int64_t tiles = ceil_div(rows, most);
+  if (tiles >= threads) tiles = round_up(tiles, threads);
+  return round_up(ceil_div(rows, tiles), 16);
+}
+
+// Elements of working memory for weights with k columns as they are widened, block by block.
+inline int64_t widened_room(int64_t k) { return std::max<int64_t>(32768, 16 * k); }
+
 // Rows of a tile that lie side by side in a right operand: all of them, but where vectors hold 8
 // numbers 32 (512 x 128 x 768 on one core of a Zen 3: 55 GFLOP/s whole, 67 by 64, 92 by 32 and by
 // 16), and 64 where weights are widened for each.
@@ -41,6 +52,13 @@ int64_t longest_sum(int64_t n) {
   return n <= 16 ? 128 : 1024;
 }
 
+// The same for a product that is the whole result: one sum of 1024 products is less exact than a
+// BLAS, and nothing else hides it.
+template <typename T>
+int64_t longest_bare_sum(int64_t n) {
+  return std::min<int64_t>(256, longest_sum<T>(n));
+}
+
 // The same in the products of gradients, which go over kPanel columns.
 constexpr int64_t kLongestGradientSum = Vec::size() < 16 ? 128 : 1024;
 
@@ -64,7 +82,7 @@ inline int64_t widened_rows(int64_t k) {
 }
 
 // product() with A = weights in storage type: used where it lies, or widened block by block into
-// `wide`, which has room for widened_rows(k) * k elements.
+// `wide`, which has widened_room(k).
 template <typename T, typename O, typename C = compute_t<T>>
 void weights_product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const O* b,
                      int64_t ldb, C* c, int64_t ldc, bool accumulate, [[maybe_unused]] C* wide,
