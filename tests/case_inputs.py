@@ -300,14 +300,14 @@ def attention_varlen(op, levels, g, device):
 
 
 # how weights are scaled: the product of two numbers of ffn's hidden layer, and logits, have to fit in fp16
-_SMALL = {"extremes": 2.0**-11, "mean_1000": 2.0**-8, "heavy": 2.0**-2, "outlier": 2.0**-3}
+SMALL = {"extremes": 2.0**-11, "mean_1000": 2.0**-8, "heavy": 2.0**-2, "outlier": 2.0**-3}
 
 
 def ffn(op, levels, g, device):
     dtype, e, f = DTYPES[levels["dtype"]], levels["e"], levels["f"]
     eo = e if levels["eo"] == "same" else levels["eo"]
     data, rows = levels["data"], torch.Size(levels["rows"]).numel()
-    small = _SMALL.get(data, 1.0)
+    small = SMALL.get(data, 1.0)
     put = lambda t: lay_out(t.to(device), levels["layout"])
     weight = lambda o, i: put((torch.randn(o, i, generator=g) * small / i**0.5).to(dtype))
     vector = lambda n: put(draw("randn", (n,), dtype, g))
@@ -335,7 +335,7 @@ def linear_cross_entropy(op, levels, g, device):
     put = lambda t: lay_out(t.to(device), layout)
     target = torch.randint(classes, shape, generator=g)
     ignored = torch.rand(shape, generator=g) < {"none": 0.0, "some": 0.3, "all": 1.0}[levels["ignored"]]
-    small = _SMALL.get(data, 1.0) / width**0.5
+    small = SMALL.get(data, 1.0) / width**0.5
     return {
         "x": put(draw(data, (*shape, width), dtype, g)),
         "weight": put((torch.randn(classes, width, generator=g) * small).to(dtype)),

@@ -14,8 +14,8 @@ from tfm_kernels.testing.derivative import assert_gradcheck, assert_opcheck
 from tfm_kernels.testing.judge import COMPOSED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OPS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn")
-OPS += ("linear_cross_entropy",)
+NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
+OPS = (*NORMS, "attention", "attention_varlen", "ffn", "linear_cross_entropy")
 
 
 def test_case(case, judged_backend, device):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.case_inputs import SMALL
 from tfm_kernels import Mask
 from tfm_kernels.testing import judge
 from tfm_kernels.testing.contract import draw_douts
@@ -53,7 +54,7 @@ def ffn(data, dtype, g, activation, gated):
 
 
 def linear_cross_entropy(data, dtype, g, classes, **options):
-    small = {"extremes": 2.0**-11, "mean_1000": 2.0**-8, "heavy": 2.0**-2, "outlier": 2.0**-3}.get(data, 1.0)
+    small = SMALL.get(data, 1.0)
     target = torch.randint(classes, (60,), generator=g)
     target[::5] = -100
     inputs = {"x": draw(data, (60, 48), dtype, g), "target": target}
