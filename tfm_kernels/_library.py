@@ -144,7 +144,9 @@ def _why_missing(name: str, backend: str) -> str | None:
 
 
 def unreachable(device: str, backend: str) -> str | None:
-    """None where kernels of a GPU's backend can read tensors on this type of device, else one sentence why not."""
+    """None where kernels of a backend can read tensors on this type of device, else one sentence why not."""
+    if backend == "cpu":
+        return None if device == "cpu" else f"needs a CPU tensor, got {device}"
     interpreted = backend == "triton" and device == "cpu" and triton_interprets()
     return None if device == "cuda" or interpreted else f"needs a CUDA tensor, got {device}"
 

@@ -31,9 +31,7 @@ COMPILED = ("cpu", "triton", "cuda")
 
 
 def _cpu(call: Call) -> str | None:
-    if call.device != "cpu":
-        return f"needs a CPU tensor, got {call.device}"
-    return _library.missing("ffn", "cpu")
+    return _library.unreachable(call.device, "cpu") or _library.missing("ffn", "cpu")
 
 
 def _gpu_support(call: Call) -> str | None:

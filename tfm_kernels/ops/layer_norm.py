@@ -75,9 +75,7 @@ def _aten_support(call: Call) -> str | None:
 
 
 def _cpu_support(call: Call) -> str | None:
-    if call.device != "cpu":
-        return f"needs a CPU tensor, got {call.device}"
-    return _library.missing("layer_norm", "cpu")
+    return _library.unreachable(call.device, "cpu") or _library.missing("layer_norm", "cpu")
 
 
 def _gpu_support(call: Call) -> str | None:

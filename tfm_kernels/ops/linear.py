@@ -34,11 +34,8 @@ class Call:
 
 
 def _cpu(call: Call) -> str | None:
-    if call.device != "cpu":
-        return f"needs a CPU tensor, got {call.device}"
-    if call.training:
-        return "computes no gradients; call it under torch.no_grad() or with backend='aten'"
-    return _library.missing("linear", "cpu", ("fwd",))
+    graph = "computes no gradients; call it under torch.no_grad() or with backend='aten'" if call.training else None
+    return _library.unreachable(call.device, "cpu") or graph or _library.missing("linear", "cpu", ("fwd",))
 
 
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}

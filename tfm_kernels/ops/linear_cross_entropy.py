@@ -49,9 +49,7 @@ class Call:
 
 
 def _cpu(call: Call) -> str | None:
-    if call.device != "cpu":
-        return f"needs a CPU tensor, got {call.device}"
-    return _library.missing("linear_cross_entropy", "cpu")
+    return _library.unreachable(call.device, "cpu") or _library.missing("linear_cross_entropy", "cpu")
 
 
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
@@ -247,10 +245,9 @@ def linear_cross_entropy(
 
 
 def _run(name, saves, rows, weight, target, bias, ignore_index, label_smoothing, reduction):
-    if name == "aten":
-        return aten.linear_cross_entropy(rows, weight, target, bias, ignore_index, label_smoothing, reduction)
-    if name == "reference":
-        return reference.linear_cross_entropy(rows, weight, target, bias, ignore_index, label_smoothing, reduction)
+    if name not in FWD:
+        composed = aten if name == "aten" else reference
+        return composed.linear_cross_entropy(rows, weight, target, bias, ignore_index, label_smoothing, reduction)
     losses = _apply(name, rows, weight, bias, target, ignore_index, label_smoothing, *saves)[0]
     if reduction == "none":
         return losses

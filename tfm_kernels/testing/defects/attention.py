@@ -25,6 +25,7 @@ from .defect import (
     missing,
     neighbour,
     one,
+    planter,
     times,
     truncated,
 )
@@ -173,13 +174,8 @@ def _one_long_sequence(t: Tensor, run: Emulation) -> Tensor:
     return t + 0 * t.sum(0)
 
 
-def _plant(name: str, build: Build, step: str, hook: Hook, dtypes: tuple[torch.dtype, ...] | None = None) -> Defect:
-    defect = Defect(name, "attention", build, {step: hook})
-    return defect if dtypes is None else Defect(name, "attention", build, {step: hook}, dtypes)
-
-
-def _plant_packed(name: str, build: Build, step: str, hook: Hook) -> Defect:
-    return Defect(name, "attention_varlen", build, {step: hook})
+_plant = planter("attention")
+_plant_packed = planter("attention_varlen")
 
 
 ATTENTION: tuple[Defect, ...] = (

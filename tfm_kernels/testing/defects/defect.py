@@ -38,6 +38,15 @@ class Defect:
     tile: int = 64
 
 
+def planter(op: str) -> Callable[..., Defect]:
+    """plant(name, build, step, hook, dtypes=ALL) -> the defect of ``op`` that has ``hook`` at this one step."""
+
+    def plant(name: str, build: Build, step: str, hook: Hook, dtypes: tuple[torch.dtype, ...] = ALL) -> Defect:
+        return Defect(name, op, build, {step: hook}, dtypes)
+
+    return plant
+
+
 def truncated(t: Tensor, run: Emulation) -> Tensor:
     """Rounded to the storage type toward zero, as a shift of the bits does."""
     rounded = t.to(run.dtype)

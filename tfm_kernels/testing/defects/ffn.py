@@ -18,6 +18,7 @@ from .defect import (
     missing,
     neighbour,
     only_last_tile,
+    planter,
     times,
     truncated,
 )
@@ -86,10 +87,7 @@ def _unscaled(t: Tensor, run: Emulation) -> Tensor:
     return (t > 0).to(t.dtype)
 
 
-def _plant(name: str, build: Build, step: str, hook: Hook, dtypes: tuple[torch.dtype, ...] | None = None) -> Defect:
-    defect = Defect(name, "ffn", build, {step: hook})
-    return defect if dtypes is None else Defect(name, "ffn", build, {step: hook}, dtypes)
-
+_plant = planter("ffn")
 
 FFN: tuple[Defect, ...] = (
     _plant("gelu by tanh in place of erf", _around_minus_3("gelu"), "activation", _named("gelu_tanh")),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..data import draw
-from ..emulations import Emulation, Hook
+from ..emulations import Emulation
 from .defect import (
     NARROW,
     Build,
@@ -18,6 +18,7 @@ from .defect import (
     missing,
     one,
     only_last_tile,
+    planter,
     times,
     truncated,
 )
@@ -73,10 +74,7 @@ def _without_last(t: list, run: Emulation) -> list:
     return t if run.backward else t[:-1]
 
 
-def _plant(name: str, build: Build, step: str, hook: Hook, dtypes: tuple[torch.dtype, ...] | None = None) -> Defect:
-    defect = Defect(name, "linear_cross_entropy", build, {step: hook})
-    return defect if dtypes is None else Defect(name, "linear_cross_entropy", build, {step: hook}, dtypes)
-
+_plant = planter("linear_cross_entropy")
 
 LINEAR_CROSS_ENTROPY: tuple[Defect, ...] = (
     _plant("last tile of classes lost from lse", _inputs, "part", lost_in_last_tile),

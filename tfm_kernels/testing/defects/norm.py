@@ -9,6 +9,7 @@ from ..data import draw
 from ..emulations import Emulation, Hook
 from ..norm import kept
 from .defect import (
+    ALL,
     NARROW,
     Build,
     Defect,
@@ -19,6 +20,7 @@ from .defect import (
     neighbour,
     one,
     only_last_tile,
+    planter,
     times,
     truncated,
 )
@@ -85,9 +87,9 @@ def _plant(
     step: str,
     hook: Hook,
     op: str = "layer_norm",
-    dtypes: tuple[torch.dtype, ...] | None = None,
+    dtypes: tuple[torch.dtype, ...] = ALL,
 ) -> Defect:
-    return Defect(name, op, build, {step: hook}) if dtypes is None else Defect(name, op, build, {step: hook}, dtypes)
+    return planter(op)(name, build, step, hook, dtypes)
 
 
 NORM: tuple[Defect, ...] = (
