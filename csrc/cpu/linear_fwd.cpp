@@ -117,23 +117,17 @@ void linear_fwd_tile(const LinearFwd& args, DType dtype, int64_t row, int64_t be
 namespace tfm_kernels {
 namespace {
 
-// Tiles and panels of rows as ffn_fwd takes them, spread evenly over the threads; fewer features at
-// a time where there would be less to do than threads.
+// Tiles and panels of rows as ffn_fwd takes them.
 void run_tiles(LinearFwd& args, DType dtype, const at::Tensor& x) {
-  const int64_t threads = at::get_num_threads();
-  args.tile = tile_rows(args.M, kMaxTileRows / 2, threads);
-  const int64_t tiles = ceil_div(args.M, args.tile);
-  args.panel = panel_rows(args.tile, dtype);
-  args.chunk = std::min<int64_t>(512, round_up(ceil_div(args.N, ceil_div(threads, tiles)), 16));
-  const int64_t strips = ceil_div(args.N, std::max<int64_t>(args.chunk, 1));
-  const int64_t tasks = tiles * strips, workers = std::min(tasks, threads);
+  const TileGrid grid(args.M, args.N, kMaxTileRows / 2, 16, at::get_num_threads());
+  args.tile = grid.tile;
+  args.panel = panel_rows(grid.tile, dtype);
+  args.chunk = grid.chunk;
   const int64_t room = linear_fwd_tile_scratch(args);
-  const Workspace workspace(x, workers * room, 0);
-  for_tasks(tasks, workers, [&](int64_t task, int64_t worker) {
-    const int64_t begin = task % strips * args.chunk;
-    TFM_KERNEL(linear_fwd_tile)
-    (args, dtype, task / strips * args.tile, begin, std::min(args.N, begin + args.chunk),
-     workspace.first(worker * room));
+  const Workspace workspace(x, grid.workers * room, 0);
+  for_tasks(grid.tasks, grid.workers, [&](int64_t task, int64_t worker) {
+    const auto [row, begin, end] = grid.place(task);
+    TFM_KERNEL(linear_fwd_tile)(args, dtype, row, begin, end, workspace.first(worker * room));
   });
 }
 

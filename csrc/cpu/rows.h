@@ -12,6 +12,7 @@
 #include "gemm.h"
 #include "layer_norm.h"
 #include "output.h"
+#include "weights.h"
 
 namespace tfm_kernels {
 
@@ -61,6 +62,30 @@ void for_tasks(int64_t tasks, int64_t workers, Body body) {
     gemm_release();
   });
 }
+
+// Tiles of rows and strips of up to 512 features as tasks, spread evenly over the threads; fewer
+// features at a time where there would be less to do than threads.
+struct TileGrid {
+  int64_t features, tile, chunk, strips, tasks, workers;
+
+  // Tiles of `most` rows or fewer, in multiples of `step`.
+  TileGrid(int64_t rows, int64_t features, int64_t most, int64_t step, int64_t threads)
+      : features(features), tile(round_up(tile_rows(rows, most, threads), step)) {
+    const int64_t tiles = ceil_div(rows, tile);
+    chunk = std::min<int64_t>(512, round_up(ceil_div(features, ceil_div(threads, tiles)), 16));
+    strips = ceil_div(features, std::max<int64_t>(chunk, 1));
+    tasks = tiles * strips;
+    workers = std::min(tasks, threads);
+  }
+
+  struct Place {
+    int64_t row, begin, end;
+  };
+  Place place(int64_t task) const {
+    const int64_t begin = task % strips * chunk;
+    return {task / strips * tile, begin, std::min(features, begin + chunk)};
+  }
+};
 
 // Calls body(begin, end, worker) for every worker's share of `features`, in multiples of 16.
 template <typename Body>

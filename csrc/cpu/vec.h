@@ -44,10 +44,27 @@ using Vec = at::vec::Vectorized<float>;
 template <typename T>
 constexpr bool kWidens = !std::is_same_v<T, compute_t<T>>;
 
+// 8-bit integers, such as weights may be stored in, widen to float32 as 16-bit numbers do.
+inline Vec widened(const int8_t* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const auto whole = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(whole));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const auto whole = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(whole));
+#else
+  float wide[Vec::size()];
+  std::copy_n(p, Vec::size(), wide);
+  return Vec::loadu(wide);
+#endif
+}
+
 // The whole vector at p, widened.
 template <typename T>
 at::vec::Vectorized<compute_t<T>> load_wide(const T* p) {
-  if constexpr (kWidens<T>) {
+  if constexpr (std::is_same_v<T, int8_t>) {
+    return widened(p);
+  } else if constexpr (kWidens<T>) {
     Vec wide;
     if constexpr (std::is_same_v<T, bf16_t>)
       at::vec::load_fp32_from_bf16(p, wide);
@@ -86,6 +103,10 @@ template <typename T>
 void widen(const T* in, int64_t n, compute_t<T>* out) {
   if constexpr (std::is_same_v<T, compute_t<T>>) {
     copy(in, n, out);
+  } else if constexpr (std::is_same_v<T, int8_t>) {
+    int64_t i = 0;
+    for (; i + Vec::size() <= n; i += Vec::size()) widened(in + i).store(out + i);
+    for (; i < n; ++i) out[i] = in[i];
   } else {
     using Half2 = at::vec::Vectorized<T>;
     int64_t i = 0;

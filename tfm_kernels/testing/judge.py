@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, ffn, linear, linear_cross_entropy, norm
+from . import attention, ffn, int8_linear, linear, linear_cross_entropy, norm
 from .data import tame as is_tame
 from .report import Report
 from .rounding import Expected, rounding
@@ -29,6 +29,7 @@ TRUTHS: dict[str, ModuleType] = {
     "attention_varlen": attention,
     "ffn": ffn,
     "linear": linear,
+    "int8_linear": int8_linear,
     "linear_cross_entropy": linear_cross_entropy,
 }
 COMPOSED = ("reference", "aten")  # of PyTorch's functions, by which and by autograd they round
@@ -55,10 +56,10 @@ def judge(
 
     Args:
         op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn",
-            "linear" or "linear_cross_entropy".
+            "linear", "int8_linear" or "linear_cross_entropy".
         inputs: the public function's arguments by name: tensors in their storage types, options where not default.
             ``seed`` is needed where dropout_p > 0.
-        outputs: "out" (and "lse") of attention, "y" of ffn, linear and norms, "z" too of add_* norms, "loss" of
+        outputs: "out" (and "lse") of attention, "y" of ffn, the linear layers and norms, "z" too of add_* norms, "loss" of
             linear_cross_entropy.
         grads: argument name -> gradient; absent or None is not judged.
         douts: output name -> the gradient that the backward was given; None counts as zeros.
