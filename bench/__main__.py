@@ -25,6 +25,7 @@ from . import limits, measure, record, report, shapes, timing  # noqa: E402
 from .ops import (  # noqa: E402
     bench_attention,
     bench_ffn,
+    bench_int8_linear,
     bench_layer_norm,
     bench_linear,
     bench_linear_cross_entropy,
@@ -34,7 +35,14 @@ from .subject import Group, groups  # noqa: E402
 
 SUBJECTS = {
     module.SUBJECT.stem: module.SUBJECT
-    for module in (bench_layer_norm, bench_attention, bench_ffn, bench_linear, bench_linear_cross_entropy)
+    for module in (
+        bench_layer_norm,
+        bench_attention,
+        bench_ffn,
+        bench_linear,
+        bench_int8_linear,
+        bench_linear_cross_entropy,
+    )
 }
 
 

@@ -121,6 +121,19 @@ class Linear(Case):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Int8Linear(Linear):
+    """The same with weights of int8; ``dynamic``: x is rounded to int8 as well."""
+
+    op: str = "int8_linear"
+    dynamic: bool = False
+
+    @property
+    def label(self) -> str:
+        """Such as "M32 256-768 dynamic"."""
+        return super().label + " dynamic" * self.dynamic
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinearCrossEntropy(Case):
     """(rows, width) and as many targets -> (), the mean over the rows that count; ``ignored``: a share of them."""
 
@@ -238,6 +251,27 @@ def _linear() -> list[Case]:
     ]
 
 
+def _int8_linear() -> list[Case]:
+    def n(rows: int, width: int, out: int, dynamic: bool = False, **options) -> Int8Linear:
+        return Int8Linear(rows=rows, width=width, out=out, dynamic=dynamic, **options)
+
+    both = ("float32", "bfloat16")
+    return [
+        n(1, 1024, 4096, dtypes=both, headline=True),  # decoding
+        n(4, 768, 768, dtypes=ALL, quick=True),
+        n(8, 512, 8000, headline=True),
+        n(32, 1024, 1024, dtypes=both),
+        n(64, 768, 3072, dtypes=both),
+        n(1, 1024, 4096, True, dtypes=both),
+        n(16, 512, 2048, True, dtypes=both),
+        n(64, 768, 3072, True, dtypes=both, headline=True),
+        n(256, 384, 1536, True, dtypes=ALL, quick=True),
+        n(1024, 768, 768, True, dtypes=both, headline=True),
+        n(4096, 384, 1536, True, dtypes=both),
+        n(4096, 768, 3072, True, dtypes=both, headline=True),
+    ]
+
+
 def _linear_cross_entropy() -> list[Case]:
     def c(rows: int, width: int, classes: int, **options) -> LinearCrossEntropy:
         return LinearCrossEntropy(rows=rows, width=width, classes=classes, **options)
@@ -292,7 +326,8 @@ def _norms() -> list[Case]:
 # by the op's stem
 GRID: dict[str, tuple[Case, ...]] = {
     "layer_norm": tuple(_norms()), "attention": tuple(_attention()), "ffn": tuple(_ffn()),
-    "linear": tuple(_linear()), "linear_cross_entropy": tuple(_linear_cross_entropy()),
+    "linear": tuple(_linear()), "int8_linear": tuple(_int8_linear()),
+    "linear_cross_entropy": tuple(_linear_cross_entropy()),
 }  # fmt: skip
 
 

@@ -164,6 +164,9 @@ def test_forward_mode_and_functorch_are_refused():
         torch.func.grad(lambda t: norm(t).sum())(x)
 
 
+BYTES = torch.arange(-32, 32).to(torch.int8).view(8, 8)
+
+
 def plain_inputs():
     """op -> (call(backend, x), x) of ops of one tensor that needs no gradient; the others are fixed."""
     weight, rows = draw(8, 8, grad=False), draw(3, 8, grad=False)
@@ -173,6 +176,7 @@ def plain_inputs():
         "attention": (lambda backend, x: ops.attention(x, x, x, backend=backend), draw(1, 2, 5, 8, grad=False)),
         "ffn": (lambda backend, x: ops.ffn(x, weight, None, weight, None, backend=backend), rows),
         "linear": (lambda backend, x: ops.linear(x, weight, backend=backend), rows),
+        "int8_linear": (lambda backend, x: ops.int8_linear(x, BYTES, torch.ones(8), backend=backend), rows),
         "linear_cross_entropy": (
             lambda backend, x: ops.linear_cross_entropy(x, weight, torch.tensor([7, 0, 3]), backend=backend),
             rows,
@@ -215,6 +219,7 @@ def test_outputs_may_be_written_into():
         "attention": lambda x: ops.attention(x[None], x[None], x[None], backend="cpu"),
         "ffn": lambda x: ops.ffn(x, weight, None, weight, None, backend="cpu"),
         "linear": lambda x: ops.linear(x, weight, backend="cpu"),
+        "int8_linear": lambda x: ops.int8_linear(x, BYTES, torch.ones(8), dynamic=True, backend="cpu"),
         "nn.LayerNorm": tfk.nn.LayerNorm(8, elementwise_affine=False, backend="cpu"),
         "nn.RMSNorm": tfk.nn.RMSNorm(8, elementwise_affine=False, backend="cpu"),
     }
@@ -226,7 +231,7 @@ def test_outputs_may_be_written_into():
             if mode is nullcontext or name in ("layer_norm", "attention"):
                 assert not y._is_view(), name
                 assert torch.equal(y.add_(other), expected), name
-        if name == "linear":
+        if name in ("linear", "int8_linear"):
             continue
         leaf = x.clone().requires_grad_()
         y = call(leaf)

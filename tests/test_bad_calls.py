@@ -70,6 +70,12 @@ def linear(dtype):
     }
 
 
+def int8_linear(dtype):
+    given = linear(dtype)
+    weight = (40 * given["weight"].float()).clamp(-127, 127).to(torch.int8)
+    return {"x": given["x"], "weight": weight, "scale": torch.full((12,), 0.1), "bias": given["bias"]}
+
+
 def loss(dtype):
     numbers = torch.arange(15).view(3, 5) % 12
     given = linear(dtype)
@@ -176,6 +182,19 @@ FUNCTIONS = {
         {"x", "weight"},
         {"x", "weight", "bias"},
         {},
+    ),
+    "int8_linear": (
+        int8_linear,
+        {"x": [2], "weight": [0, 1], "scale": [0], "bias": [0]},
+        {"x"},
+        {"x", "weight", "scale"},
+        set(),
+        {
+            "weight": [torch.zeros(12, 8), torch.zeros(12, 8, dtype=torch.uint8)],
+            "scale": [torch.ones(12, dtype=kind) for kind in (torch.float16, torch.float64)],
+            "bias": [torch.zeros(12, dtype=torch.int8)],
+            "dynamic": FLAGS,
+        },
     ),
     "linear_cross_entropy": (
         loss,

@@ -8,8 +8,15 @@ import torch
 import tfm_kernels as tfk
 from bench import __main__ as bench
 from bench import gate, limits, measure, readme, record, report, shapes, timing
-from bench.ops import bench_attention, bench_ffn, bench_layer_norm, bench_linear, bench_linear_cross_entropy
-from bench.shapes import Attention, Ffn, Linear, LinearCrossEntropy, Norm
+from bench.ops import (
+    bench_attention,
+    bench_ffn,
+    bench_int8_linear,
+    bench_layer_norm,
+    bench_linear,
+    bench_linear_cross_entropy,
+)
+from bench.shapes import Attention, Ffn, Int8Linear, Linear, LinearCrossEntropy, Norm
 from bench.subject import BACKWARD, BOTH, DIRECTIONS, FORWARD, Group, groups
 from tfm_kernels import Mask, _backend
 
@@ -62,6 +69,9 @@ def test_flops_and_bytes():
     assert bench_ffn.bytes_moved(f, 4, FORWARD) == 4 * (2 * 3 * 8 + 2 * 8 * 32)
     lin = Linear(rows=3, width=8, out=5)
     assert bench_linear.flops(lin, FORWARD) == 240 and bench_linear.bytes_moved(lin, 2, FORWARD) == 2 * (24 + 40 + 15)
+    short = Int8Linear(rows=3, width=8, out=5)
+    assert bench_int8_linear.flops(short, FORWARD) == 240
+    assert bench_int8_linear.bytes_moved(short, 2, FORWARD) == 2 * (24 + 15) + 40
     loss = LinearCrossEntropy(rows=10, width=8, classes=5, ignored=0.4)
     assert [bench_linear_cross_entropy.flops(loss, d) for d in DIRECTIONS] == [480, 960, 1440]
     assert [bench_linear_cross_entropy.bytes_moved(loss, 2, d) for d in DIRECTIONS] == [176, 352, 528]
@@ -112,6 +122,14 @@ def test_a_group_is_measured(subject, case, kind):
     assert {row["direction"] for row in found["rows"]} == set(group.directions)
     assert {"torch", "auto"} <= {row["implementation"] for row in found["rows"]}
     assert found["memory"]["auto"] > 0 and json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_int8_is_measured_beside_the_layer_of_floats(dynamic):
+    case = Int8Linear(rows=6, width=8, out=5, dynamic=dynamic)
+    found = measure.measure(Group(bench_int8_linear.SUBJECT, case, "bfloat16", "infer"), TINY, MACHINE)
+    assert not found["refused"] and found["chosen"] == "cpu"
+    assert {row["implementation"] for row in found["rows"]} == {"torch", "aten", "auto"}
 
 
 @pytest.fixture(params=[1.01])

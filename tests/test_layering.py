@@ -41,9 +41,10 @@ ALLOWED = {
     "testing": LEAVES | {"ops", "reference"},
     "patching": LEAVES | {"nn", "ops"},
     "proof": LEAVES | {"patching", "nn", "ops", "testing"},
+    "quantization": LEAVES | {"patching", "nn"},
     "diagnosis": LEAVES | {"ops"},
     "tuning": LEAVES | {"interleaved"},
-    "training": LEAVES | {"models", "nn", "ops"},
+    "training": LEAVES | {"models", "nn", "ops", "quantization"},
     "demo": LEAVES | {"proof", "patching", "diagnosis", "interleaved", "nn", "ops"},
     "commands": LEAVES
     | {
@@ -52,6 +53,7 @@ ALLOWED = {
         "attention_maps",
         "heat_maps",
         "models",
+        "quantization",
         "proof",
         "patching",
         "diagnosis",

@@ -140,6 +140,8 @@ CALLS = {
     "rms_norm": ((x, torch.ones(48)), {}),
     "add_rms_norm": ((x, x), {}),
     "linear": ((rand(4, 8), rand(5, 8)), {}),
+    "int8_linear": ((rand(4, 8), torch.ones(5, 8, dtype=torch.int8), torch.ones(5)), {}),
+    "int8_linear dynamic": ((x, torch.ones(5, 48, dtype=torch.int8), torch.ones(5), rand(5)), {"dynamic": True}),
     "ffn": ((x, rand(16, 48), None, rand(48, 16), None), {"gate": rand(16, 48), "activation": "silu"}),
     "ffn training": ((rand(6, 8), rand(16, 8, grad=True), rand(16), rand(8, 16), rand(8)), {"dropout_p": 0.1}),
     "linear_cross_entropy": ((x, rand(16, 48), torch.arange(64) % 16), {"label_smoothing": 0.1}),

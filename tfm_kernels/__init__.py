@@ -19,5 +19,7 @@ from .patching import patch as patch
 from .patching import unpatch as unpatch
 from .proof import ProofReport as ProofReport
 from .proof import prove as prove
+from .quantization import QuantizationReport as QuantizationReport
+from .quantization import quantize as quantize
 from .tuning import TuneReport as TuneReport
 from .tuning import tune as tune

@@ -96,6 +96,7 @@ CALLS = {
     "rms_norm": lambda x: tfk.ops.rms_norm(x),
     "ffn": lambda x: tfk.ops.ffn(x, MATRIX, None, MATRIX, None, activation="gelu"),
     "linear": lambda x: tfk.ops.linear(x, MATRIX),
+    "int8_linear": lambda x: tfk.ops.int8_linear(x, MATRIX.clamp(-1, 1).mul(127).to(torch.int8), torch.ones(16)),
     "dropout before a norm": lambda x: tfk.ops.add_layer_norm(x, x.flip(0), dropout_p=0.5, seed=torch.tensor(3))[0],
     "dropout in an ffn": lambda x: tfk.ops.ffn(x, MATRIX, None, MATRIX, None, dropout_p=0.5, seed=torch.tensor(3)),
     "nn.LayerNorm": tfk.nn.LayerNorm(16).requires_grad_(False),

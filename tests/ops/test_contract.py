@@ -79,6 +79,9 @@ def test_small_integers_are_exact(op, dtype, any_backend, device):
             invariance.assert_key_order_free(inputs, any_backend)
 
 
+FORWARD_ONLY = ("linear", "int8_linear")  # test_linear.py and test_int8_linear.py judge their kernels
+
+
 def small_inputs(op, device, dtype=torch.float32):
     g = torch.Generator().manual_seed(6)
     new = lambda *shape: draw("randn", shape, dtype, g).to(device)
@@ -99,6 +102,10 @@ def small_inputs(op, device, dtype=torch.float32):
         }
     if op == "linear":
         return {"x": new(9, 20), "weight": new(33, 20), "bias": new(33)}
+    if op == "int8_linear":
+        weight = torch.randint(-128, 128, (33, 20), generator=g, dtype=torch.int8).to(device)
+        scale = (0.01 + torch.rand(33, generator=g) / 100).to(device)
+        return {"x": new(9, 20), "weight": weight, "scale": scale, "bias": new(33), "dynamic": True}
     if op == "linear_cross_entropy":
         target = torch.tensor([0, 32, 7, -100, 5, 5, 31, -100, 1], device=device)
         inputs = {"x": new(9, 20), "weight": new(33, 20), "target": target, "bias": new(33)}
@@ -110,9 +117,9 @@ def small_inputs(op, device, dtype=torch.float32):
 
 
 def outputs_and_gradients(op, inputs, autocast, backend, function=None):
-    """What the op gives, and the gradients of what can have one; linear's kernel has none."""
+    """What the op gives, and the gradients of what can have one; the kernels of linear layers have none."""
     names = [name for name, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    names = [] if (op, backend) == ("linear", "cpu") else names
+    names = [] if op in FORWARD_ONLY and backend == "cpu" else names
     leaves = {name: inputs[name].detach().clone().requires_grad_() for name in names}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         outputs = (function or getattr(ops, op))(**(inputs | leaves), backend=backend)
@@ -122,7 +129,7 @@ def outputs_and_gradients(op, inputs, autocast, backend, function=None):
     return outputs
 
 
-@pytest.mark.parametrize("op", [*OPS, "linear"])
+@pytest.mark.parametrize("op", [*OPS, *FORWARD_ONLY])
 @pytest.mark.parametrize("backend", ["reference", "aten", "cpu", None])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_autocast_casts_no_op(op, backend, dtype):
@@ -133,10 +140,10 @@ def test_autocast_casts_no_op(op, backend, dtype):
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(plain, cast, strict=True))
     is_loss = op == "linear_cross_entropy"
     assert plain[0].dtype == (torch.promote_types(dtype, torch.float32) if is_loss else dtype)
-    assert {t.dtype for t in plain[1:]} <= {dtype}
+    assert {t.dtype for t in plain[1:]} <= {dtype, *([torch.float32] if op == "int8_linear" else [])}  # dscale
 
 
-@pytest.mark.parametrize("op", [op for op in (*OPS, "linear") if op != "attention_varlen"])  # aten's cannot be compiled
+@pytest.mark.parametrize("op", sorted({*OPS, *FORWARD_ONLY} - {"attention_varlen"}))  # aten's cannot be compiled
 def test_autocast_casts_no_compiled_op(op):
     compiled = torch.compile(getattr(ops, op), fullgraph=True, backend="eager")
     inputs = small_inputs(op, "cpu")
@@ -221,6 +228,5 @@ def test_opcheck(op, any_backend, device):
 def test_every_public_op_is_judged():
     """A new op joins the list here or stands in this list of functions that are not kernels' own."""
     fronts = {"attention_weights", "scaled_dot_product_attention"}
-    forward_only = {"linear"}  # test_linear.py judges it
     public = {name for name in dir(ops) if not name.startswith("_") and callable(getattr(ops, name))}
-    assert public - fronts - forward_only == set(OPS) == {case.op for case in CASES}
+    assert public - fronts - set(FORWARD_ONLY) == set(OPS) == {case.op for case in CASES}

@@ -213,3 +213,19 @@ def test_traced_whole(dynamic, backend):
         lambda x: tfk.ops.int8_linear(x, **given, backend=backend) * 2, fullgraph=True, backend="eager"
     )
     assert torch.equal(step(x), tfk.ops.int8_linear(x, **given, backend=backend) * 2)
+
+
+def test_tensors_of_the_wrong_kind_are_one_sentence():
+    """What tests/test_bad_calls.py cannot make of a valid call."""
+    given = layer(5, 8, 12)
+    for change, sentence in [
+        ({"weight": given["weight"].to_sparse()}, "weight must be a dense tensor, got layout torch.sparse_coo"),
+        ({"bias": given["bias"].double()}, "x and bias must have one dtype, got x float32, bias float64"),
+    ]:
+        with pytest.raises(ValueError, match=f"int8_linear: {sentence}"):
+            tfk.ops.int8_linear(**(given | change))
+    wide = torch.zeros(1).expand(1, 2**17 + 1)
+    weight = torch.zeros(1, dtype=torch.int8).expand(1, 2**17 + 1)
+    with pytest.raises(ValueError, match="x must have at most 131,072 columns where dynamic, got 131,073"):
+        tfk.ops.int8_linear(wide, weight, torch.ones(1), dynamic=True)
+    assert tfk.ops.int8_linear(wide, weight, torch.ones(1)).item() == 0.0

@@ -77,6 +77,16 @@ CALLS = {
             **{"dropout_p": 0.2, "seed": SEED, "mask": Mask.causal("bottom_right"), "return_lse": True},
         },
     ),
+    **{
+        f"int8_linear {dynamic}": (
+            "int8_linear",
+            {
+                **{"x": randn(2, 4, 6), "weight": (40 * randn(5, 6)).to(torch.int8), "scale": randn(5).abs().float()},
+                **{"bias": randn(5), "dynamic": dynamic},
+            },
+        )
+        for dynamic in (False, True)
+    },
     "linear": ("linear", {"x": randn(2, 4, 6), "weight": randn(5, 6), "bias": randn(5)}),
     **{
         f"linear_cross_entropy {reduction} {smoothing}": (

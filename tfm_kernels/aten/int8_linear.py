@@ -9,7 +9,9 @@ from torch import Tensor
 from .._autocast import beyond_autocast
 
 _ZERO_BELOW = 2.0**-119
-_EXACT_ON_CPU: bool = torch.cpu._is_vnni_supported()  # without, oneDNN adds pairs of products in 16 bits, which saturate
+_EXACT_ON_CPU: bool = (
+    torch.cpu._is_vnni_supported()
+)  # without, oneDNN adds pairs of products in 16 bits, which saturate
 
 
 @beyond_autocast

@@ -33,7 +33,7 @@ class TokenModel(nn.Module):
         self._share()
 
     def _share(self) -> None:
-        if self.config.share_embeddings:
+        if self.config.share_embeddings and isinstance(self.output, nn.Linear):  # an Int8Linear has its own
             self.output.weight = self.embedding.tokens.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TokenModel:

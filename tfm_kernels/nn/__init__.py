@@ -4,6 +4,8 @@ from .attention import MultiheadAttention as MultiheadAttention
 from .embedding import PositionalEncoding as PositionalEncoding
 from .embedding import TokenEmbedding as TokenEmbedding
 from .ffn import FeedForward as FeedForward
+from .int8 import Int8Linear as Int8Linear
+from .int8 import Int8MultiheadAttention as Int8MultiheadAttention
 from .layer_norm import LayerNorm as LayerNorm
 from .layer_norm import RMSNorm as RMSNorm
 from .loss import LinearCrossEntropyLoss as LinearCrossEntropyLoss

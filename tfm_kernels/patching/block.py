@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
 from .._autocast import as_autocast
+from ..nn import Int8Linear
 from ..nn.attention_weights import with_weights
-from ..nn.ffn import activation_name
+from ..nn.ffn import ACTIVATIONS, activation_name
 from ..ops.layer_norm import layer_norm_of_sum
 from . import guard
 from .linear import linear
@@ -89,7 +91,15 @@ def self_attention(x: Tensor, projections: tuple[nn.Module, ...], heads: int, ma
 def feed_forward(
     x: Tensor, first: nn.Module, second: nn.Module, activation: str, gate: nn.Module | None = None, **options: Any
 ) -> Tensor:
-    """ops.ffn with the weights of two (or, gated, three) nn.Linear; of Conv1D; of nn.Conv1d, width 1, x (..., T, E)."""
+    """ops.ffn with the weights of two (or, gated, three) nn.Linear; of Conv1D; of nn.Conv1d, width 1, x (..., T, E).
+
+    Where one of them is an Int8Linear, they are called.
+    """
+    if any(type(layer) is Int8Linear for layer in (first, second, gate)):
+        hidden = ACTIVATIONS[activation](linear(x, first))
+        hidden = hidden if gate is None else hidden * linear(x, gate)
+        p = options.get("dropout_p", 0.0)
+        return linear(F.dropout(hidden, p) if p else hidden, second)
     weights: list[Any] = [
         _weight(first),
         first.bias,
@@ -99,6 +109,11 @@ def feed_forward(
     ]
     x, w1, b1, w2, b2, w3 = as_autocast(x, *weights)
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
+
+
+def dtypes(*layers: Any) -> list[torch.dtype]:
+    """Those of the layers' weights that must be the input's: an Int8Linear takes any."""
+    return [layer.weight.dtype for layer in layers if type(layer) is not Int8Linear]
 
 
 def _weight(layer: Any) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as _module
 
 from .. import _library
+from ..nn import Int8Linear, Int8MultiheadAttention
 from ..nn._bypass import ordinary
 from .swap import original_class
 
@@ -17,6 +18,12 @@ UNKNOWN_FORWARD = "its forward is not the known one"
 GLOBAL_HOOKS = "a hook is registered for all modules"
 
 
+CONV1D = "transformers.pytorch_utils.Conv1D"  # a Linear whose weight lies (in, out)
+# what fused code takes in the place of these classes, because it calls it where it would read the weights of those
+_STANDS_FOR: dict[type, tuple[type | str, ...]] = {
+    Int8Linear: (nn.Linear, CONV1D),
+    Int8MultiheadAttention: (nn.MultiheadAttention,),
+}
 IDLE_HOOKS: list[Callable[[Any], bool]] = []  # each tells of a forward hook whether it now does nothing
 
 
@@ -57,7 +64,7 @@ def why_not_plain(owner: nn.Module, path: str, *classes: type | str) -> str | No
     is not hooked, has ordinary tensors for weights, and, being a norm, is one of the last dimension alone.
     """
     module = child(owner, path)
-    if type(module) not in classes:
+    if type(module) not in classes and not any(cls in classes for cls in _STANDS_FOR.get(type(module), ())):
         cls = original_class(module)
         if cls not in classes and f"{cls.__module__}.{cls.__qualname__}" not in classes:
             names = (c.rpartition(".")[2] if isinstance(c, str) else c.__name__ for c in classes)

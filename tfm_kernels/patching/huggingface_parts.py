@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from .. import ops
 from .._autocast import autocast_dtype
 from . import block
-from .known import CONV1D, Known
+from .guard import CONV1D
+from .known import Known
 from .registry import Recipe, register_recipe
 from .swap import fell_back, options
 
@@ -36,7 +37,7 @@ def _feed_forward(known: Known, first: str, second: str, gate: str | None = None
 
     def run(self: Any, x: Tensor) -> Tensor | str:
         w1, w2, w3 = getattr(self, first), getattr(self, second), None if gate is None else getattr(self, gate)
-        if len({x.dtype, w1.weight.dtype, w2.weight.dtype}) > 1 and autocast_dtype(x.device) is None:
+        if len({x.dtype, *block.dtypes(w1, w2)}) > 1 and autocast_dtype(x.device) is None:
             return "its weights have several dtypes"  # as T5 in float16, whose second matrix stays float32
         if w3 is not None and w3.bias is not None:
             return f"{gate} has a bias"

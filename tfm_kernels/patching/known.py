@@ -11,8 +11,6 @@ from torch import nn
 from . import block, guard
 from .source import says
 
-CONV1D = "transformers.pytorch_utils.Conv1D"  # a Linear whose weight lies (in, out)
-
 
 @dataclass(frozen=True)
 class Known:

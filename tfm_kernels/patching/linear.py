@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _check, _library
+from ..nn import Int8Linear
 from ..ops.linear import linear_by_kernel
 from . import frozen, onednn
 
@@ -17,7 +18,9 @@ _ONEDNN_ROWS = 256  # below, oneDNN's reordering of the weights shows (1.05 to 1
 
 
 def linear(x: Tensor, layer: nn.Module) -> Tensor:
-    """An nn.Linear by its weights."""
+    """An nn.Linear by its weights; an Int8Linear in its place."""
+    if type(layer) is Int8Linear:
+        return layer(x)
     weight: Any = layer.weight
     bias: Any = layer.bias
     y = frozen.product(x, layer, weight, bias)

@@ -59,7 +59,7 @@ def judge(
             "linear", "int8_linear" or "linear_cross_entropy".
         inputs: the public function's arguments by name: tensors in their storage types, options where not default.
             ``seed`` is needed where dropout_p > 0.
-        outputs: "out" (and "lse") of attention, "y" of ffn, the linear layers and norms, "z" too of add_* norms, "loss" of
+        outputs: "out" (and "lse") of attention, "y" of ffn, norms and linear layers, "z" too of add_* norms, "loss" of
             linear_cross_entropy.
         grads: argument name -> gradient; absent or None is not judged.
         douts: output name -> the gradient that the backward was given; None counts as zeros.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .batches import Position
-from .durable import write_folder, write_json
+from .durable import sync, write_folder, write_json
 from .text_file import InputError
 
 
@@ -158,6 +158,13 @@ def _as(value: Tensor, parameter: Tensor) -> Tensor:
     if isinstance(parameter, DTensor) and value.dim() > 0:
         return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
     return value.to(parameter.device)
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    """Writes model.safetensors into a folder, as ``Checkpoints.save`` does."""
+    weights = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+    safetensors().save_file(_apart(weights), folder / "model.safetensors")
+    sync(folder / "model.safetensors")
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

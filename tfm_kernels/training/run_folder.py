@@ -1,6 +1,6 @@
 """The folder of a run: what was trained on what, so that it can be continued and used, and is never written over.
 
-``config.json``         task, model, training, labels, digests of the data
+``config.json``         task, model, training, labels, digests of the data; the scheme of a quantized copy
 ``<name>.json``         a vocabulary
 ``metrics.jsonl``       what was measured;  ``loss.png`` its picture
 ``checkpoints/step-*``  see ``checkpoint``
@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from .. import models
-from .checkpoint import Checkpoints, load_weights
-from .durable import write_json
+from ..quantization import SCHEMES, quantize
+from .checkpoint import Checkpoints, load_weights, save_weights
+from .durable import write_folder, write_json
 from .text_file import InputError
 from .vocabulary import Vocabulary, load
 
@@ -129,6 +130,8 @@ def _settings(folder: Path) -> dict[str, Any]:
         for name in (*_vocabularies(settings["task"]), "max_length"):
             if not isinstance(settings["model"][name], int):
                 raise ValueError(f"its model's {name} is {settings['model'][name]!r}")
+        if settings.get("quantization") not in (None, *SCHEMES):
+            raise ValueError(f"its quantization is {settings['quantization']!r}")
         if settings["task"] == "classify" and len(settings["labels"]) != settings["model"]["num_classes"]:
             raise ValueError(f"it has {len(settings['labels'])} labels for {settings['model']['num_classes']} classes")
     except KeyError as error:
@@ -167,9 +170,42 @@ def opened(folder: Path, *tasks: str) -> Trained:
                 f"{settings['model'][size]:,}"
             )
     built = build(task, settings["model"])
+    if settings.get("quantization") is not None:
+        quantize(built, settings["quantization"])
     load_weights(built, Checkpoints(folder / "checkpoints").best())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Trained(task, built.eval().to(device), device, vocabularies, settings["labels"], settings)
+
+
+def write_copy(trained: Trained, run: Path, out: Path, quantization: str) -> None:
+    """Writes a run with a model that was quantized, for use and not for training; the folder is whole or not there.
+
+    Args:
+        trained: of the run, its model quantized since.
+        run: its folder.
+        out: the new folder.
+        quantization: the scheme.
+
+    Raises:
+        InputError: ``out`` is there already, or cannot be written.
+    """
+    best = Checkpoints(run / "checkpoints").best()
+
+    def fill(folder: Path) -> None:
+        write_json(folder / "config.json", {**trained.settings, "quantization": quantization})
+        for name, vocabulary in trained.vocabularies.items():
+            vocabulary.save(folder / f"{name}.json")
+        checkpoint = folder / "checkpoints" / best.name
+        checkpoint.mkdir(parents=True)
+        save_weights(trained.model, checkpoint)
+        write_json(checkpoint / "state.json", json.loads((best / "state.json").read_text(encoding="utf-8")))
+
+    if out.exists():
+        raise InputError(f"{out} exists; the copy must be a new folder")
+    try:
+        write_folder(out, fill)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written ({error.strerror or error})") from error
 
 
 def build(task: str, sizes: dict[str, Any]) -> nn.Module:
