@@ -1,0 +1,156 @@
+"""Int8Linear and Int8MultiheadAttention: what their weights are, and the life of a module."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import tfm_kernels as tfk
+from tfm_kernels.nn.int8 import quantized_weight
+
+WAYS = [False, True]
+
+
+def linear(dtype=torch.float32, bias=True, width=24, out=40):
+    torch.manual_seed(0)
+    return nn.Linear(width, out, bias=bias, dtype=dtype)
+
+
+def from_linear(layer, **options):
+    return tfk.nn.Int8Linear.from_weight(layer.weight, layer.bias, **options)
+
+
+X = torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_weight_is_within_half_a_step(dtype):
+    weight = linear(dtype).weight
+    weight.data[7] = 0.0
+    integers, scale = quantized_weight(weight)
+    assert integers.dtype == torch.int8 and scale.dtype == torch.float32 and scale[7] == 0 and not integers[7].any()
+    assert integers.min() >= -127
+    largest = integers.abs().amax(1)
+    assert (largest[torch.arange(40) != 7] == 127).all()
+    error = (integers.double() * scale.double()[:, None] - weight.double()).abs()
+    assert (error <= 0.5001 * scale.double()[:, None]).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
+def test_a_weight_of_nothing(shape):
+    integers, scale = quantized_weight(torch.zeros(shape))
+    assert integers.shape == shape and scale.shape == shape[:1]
+
+
+@pytest.mark.parametrize("dynamic", WAYS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_is_the_op_with_its_tensors(bias, dynamic):
+    layer = from_linear(linear(bias=bias), dynamic=dynamic)
+    expected = tfk.ops.int8_linear(X, layer.weight, layer.scale, layer.bias, dynamic=dynamic)
+    assert torch.equal(layer(X), expected)
+    assert torch.equal(layer.part(X, 8, 20), expected[..., 8:20])
+    assert (layer(X) - linear(bias=bias)(X)).abs().max() < 0.05
+
+
+def test_casts_keep_the_steps():
+    layer = from_linear(linear())
+    scale = layer.scale.clone()
+    for cast in (torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.float):
+        moved = getattr(copy.deepcopy(layer), cast.__name__)()
+        assert moved.scale.dtype == torch.float32 and torch.equal(moved.scale, scale)
+        assert moved.weight.dtype == torch.int8 and moved.bias.dtype == cast(X).dtype
+        assert moved(cast(X)).dtype == cast(X).dtype
+    assert layer.to("meta").scale.is_meta
+
+
+def test_state_dict_copy_and_pickle():
+    layer = from_linear(linear(), dynamic=True)
+    assert set(layer.state_dict()) == {"weight", "scale", "bias"}
+    empty = tfk.nn.Int8Linear(24, 40, dynamic=True)
+    empty.load_state_dict(layer.state_dict())
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    assert set(torch.load(buffer)) == {"weight", "scale", "bias"}
+    for other in (empty, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(X), layer(X))
+
+
+def test_autocast_is_followed():
+    layer = from_linear(linear(), dynamic=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(X)
+    expected = copy.deepcopy(layer).bfloat16()(X.bfloat16())
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("dynamic", WAYS)
+def test_a_gradient_flows_to_the_input_alone(dynamic):
+    layer, x = from_linear(linear(), dynamic=dynamic), X.clone().requires_grad_()
+    assert not any(p.requires_grad for p in layer.parameters())
+    layer(x).sum().backward()
+    expected = (layer.weight * layer.scale[:, None]).sum(0).expand_as(x)
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_compiles_whole():
+    layer = from_linear(linear(), dynamic=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(X), tfk.ops.int8_linear(
+            X, layer.weight, layer.scale, layer.bias, dynamic=True, backend="aten"
+        ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: tfk.nn.Int8Linear(-1, 2), ValueError, "in_features must be at least 0, got -1"),
+        (lambda: tfk.nn.Int8Linear(2, 2.0), TypeError, "out_features must be an int, got float"),
+        (lambda: tfk.nn.Int8Linear(2, 2, backend="gpu"), ValueError, "backend must be one of .*, got 'gpu'"),
+        (lambda: tfk.nn.Int8Linear(2, 2)(torch.zeros(3, 4)), ValueError, "x must have in_features 2 as its last size"),
+        (lambda: quantized_weight(torch.tensor([[1.0, float("nan")]])), ValueError, "weight must be finite, got one with"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_sentence(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call()
+
+
+ATTENTIONS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "extra keys": {"add_bias_kv": True, "add_zero_attn": True},
+    "time first": {"batch_first": False},
+}
+
+
+@pytest.mark.parametrize("dynamic", WAYS)
+@pytest.mark.parametrize("cls", [nn.MultiheadAttention, tfk.nn.MultiheadAttention])
+@pytest.mark.parametrize("options", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_attention_is_that_of_the_rounded_weights(cls, options, dynamic):
+    """In float64 with the weights that int8 means; where the inputs are rounded too, near it."""
+    torch.manual_seed(0)
+    given = cls(16, 4, **{"batch_first": True, **options}, dtype=torch.float64).eval()
+    for parameter in given.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    quantized = tfk.nn.Int8MultiheadAttention.from_attention(given, dynamic=dynamic)
+    rounded = copy.deepcopy(given)
+    for weight in (rounded.in_proj_weight, rounded.out_proj.weight):
+        integers, scale = quantized_weight(weight)
+        weight.data = integers.double() * scale.double()[:, None]
+    x, memory, value = (torch.randn(3, n, 16, dtype=torch.float64) for n in (5, 5, 5))
+    tolerance = {"rtol": 0.0, "atol": 0.1} if dynamic else {"rtol": 1e-9, "atol": 1e-12}
+    with torch.no_grad():
+        for q, k, v in ((x, x, x), (x, memory, memory), (x, memory, value)):
+            torch.testing.assert_close(quantized(q, k, v), rounded(q, k, v), **tolerance)
+    assert set(quantized.state_dict()) >= {"in_proj.weight", "in_proj.scale", "out_proj.weight", "out_proj.scale"}
+    assert "in_proj_weight" not in quantized.state_dict() and isinstance(quantized, nn.MultiheadAttention)
+
+
+def test_attention_of_several_widths_is_refused():
+    with pytest.raises(ValueError, match="kdim and vdim must be embed_dim"):
+        tfk.nn.Int8MultiheadAttention.from_attention(nn.MultiheadAttention(16, 4, kdim=8))

@@ -1,0 +1,218 @@
+"""quantize(): what it replaces and what it leaves, that the numbers are those of the rounded weights, and patch()."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import tfm_kernels as tfk
+from tfm_kernels.nn.int8 import quantized_weight
+
+SCHEMES = ["int8_weight_only", "int8_dynamic"]
+IDS = torch.randint(4, 50, (3, 11), generator=torch.Generator().manual_seed(0))
+SIZES = {"d_model": 32, "nhead": 4, "dim_feedforward": 64, "dropout": 0.0}
+
+
+def models():
+    m = tfk.models
+    two = {"num_encoder_layers": 2, "num_decoder_layers": 2}
+    return {
+        "causal": (m.CausalLanguageModel(m.CausalLanguageConfig(50, 2, **SIZES)), (IDS,), 7),
+        "shared": (m.MaskedLanguageModel(m.MaskedLanguageConfig(50, 2, share_embeddings=True, **SIZES)), (IDS,), 7),
+        "pre-norm": (m.CausalLanguageModel(m.CausalLanguageConfig(50, 2, norm_first=True, **SIZES)), (IDS,), 7),
+        "classifier": (m.TransformerClassifier(m.ClassifierConfig(50, 3, 2, **SIZES)), (IDS,), 7),
+        "translation": (m.TranslationTransformer(m.TranslationConfig(50, 50, **two, **SIZES)), (IDS, IDS), 15),
+    }
+
+
+def rounded(model):
+    """The model with every weight that quantize() takes as float64 of its integers and steps."""
+    model = copy.deepcopy(model).double()
+    for module in model.modules():
+        names = ["weight"] if isinstance(module, nn.Linear) else []
+        for name in ["in_proj_weight"] if isinstance(module, nn.MultiheadAttention) else names:
+            integers, scale = quantized_weight(getattr(module, name).float())
+            setattr(module, name, nn.Parameter(integers.double() * scale.double()[:, None]))
+    return model
+
+
+def distance(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", models())
+@torch.no_grad()
+def test_a_model_is_that_of_the_rounded_weights(name, scheme):
+    torch.manual_seed(0)
+    model, inputs, count = models()[name]
+    model.eval()
+    expected, plain = rounded(model)(*inputs), model(*inputs)
+    report = tfk.quantize(model, scheme)
+    found = model(*inputs)
+    assert len(report.quantized) == count and not report.kept and report.bytes_after < report.bytes_before
+    assert distance(found, expected) < (1e-5 if scheme == "int8_weight_only" else 0.05)
+    assert distance(expected, plain) < 0.05  # else nothing was compared
+    assert not any(p.requires_grad for p in model.parameters())
+    moved = copy.deepcopy(model).to(torch.float32)  # a shared weight is not put back
+    assert torch.equal(moved(*inputs), found)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_decoding_with_the_cache_is_decoding_without(scheme):
+    torch.manual_seed(0)
+    model, inputs, _ = models()["translation"]
+    tfk.quantize(model.eval(), scheme)
+    options = {"bos_id": 1, "eos_id": 2}
+    cached, plain = (tfk.generate(model, IDS, 9, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, plain)
+
+
+def stock():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@torch.no_grad()
+def test_torch_layers_leave_their_fast_path(scheme, padded):
+    torch.manual_seed(0)
+    model, x = stock().eval(), torch.randn(3, 7, 32)
+    padding = torch.arange(7) >= torch.tensor([7, 4, 6])[:, None] if padded else None
+    live = slice(None) if padding is None else ~padding
+    plain = model(x, src_key_padding_mask=padding)[live]
+    report = tfk.quantize(model, scheme)
+    assert [entry.name for entry in report.quantized] == [
+        f"layers.{i}.{name}" for i in range(2) for name in ("self_attn", "linear1", "linear2")
+    ]
+    found = model(x, src_key_padding_mask=padding)[live]
+    assert 0 < distance(found, plain) < 0.05
+    with tfk.patch(model) as patched:
+        again = model(x, src_key_padding_mask=padding)[live]
+        assert not patched.fallbacks
+    assert distance(again, found) < 0.01 if scheme == "int8_dynamic" else distance(again, found) < 1e-5
+
+
+transformers = pytest.importorskip("transformers")
+
+
+def hugging_face():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    few = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+    t5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
+    mask = (torch.arange(11) < torch.tensor([11, 6, 9])[:, None]).long()
+    padded = {"input_ids": IDS, "attention_mask": mask}
+    both = {**padded, "decoder_input_ids": IDS}
+    t = transformers
+    return {
+        "bert": (t.BertModel(t.BertConfig(vocab_size=50, **sizes)), padded, 13, {"attention", "layer"}),
+        "gpt2": (t.GPT2Model(t.GPT2Config(**few)), {"input_ids": IDS}, 8, {"mlp"}),
+        "t5": (t.T5Model(t.T5Config(**t5)), both, 32, {"DenseReluDense"}),
+        "llama": (t.LlamaModel(t.LlamaConfig(vocab_size=50, **sizes)), {"input_ids": IDS}, 14, {"mlp"}),
+    }
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", hugging_face())
+@torch.no_grad()
+def test_hugging_face_models_quantized_then_patched(name, scheme):
+    """The fused blocks take the int8 layers: nothing falls back, and nothing but rounding changes."""
+    torch.manual_seed(0)
+    model, inputs, count, _ = hugging_face()[name]
+    live = inputs["attention_mask"].bool() if name == "bert" else slice(None)
+    output = lambda: model.eval()(**inputs).last_hidden_state[live]  # noqa: E731
+    plain = output()
+    report = tfk.quantize(model, scheme)
+    assert len(report.quantized) == count and not report.kept
+    found = output()
+    assert 0 < distance(found, plain) < 0.05
+    with tfk.patch(model) as patched:
+        again = output()
+        blocks = [e.name for e in patched.replaced if e.name.endswith(("mlp", "DenseReluDense", "layer.0", "encoder"))]
+        assert blocks and not patched.fallbacks
+    assert distance(again, found) < (1e-5 if scheme == "int8_weight_only" else 0.02)
+    assert torch.equal(output(), found)
+
+
+class Adapter(nn.Linear):
+    """As LoRA's: more than a linear layer."""
+
+
+def test_what_is_kept_says_why():
+    model = nn.ModuleDict(
+        {
+            "plain": nn.Linear(8, 8),
+            "adapter": Adapter(8, 8),
+            "hooked": nn.Linear(8, 8),
+            "skipped": nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+            "wide": nn.MultiheadAttention(8, 2, kdim=4),
+            "attention": nn.MultiheadAttention(8, 2),
+            "norm": nn.LayerNorm(8),
+        }
+    )
+    model["hooked"].register_forward_hook(lambda *_: None)
+    report = tfk.quantize(model, skip=["skipped"])
+    assert {e.name: e.note for e in report.entries} == {
+        "plain": "",
+        "adapter": "its class, Adapter, may do more than Linear",
+        "hooked": "it has hooks",
+        "skipped.0": "it was to be skipped",
+        "wide": "it has a kdim or vdim of its own",
+        "attention": "",
+    }
+    assert type(model["plain"]) is tfk.nn.Int8Linear and type(model["hooked"]) is nn.Linear
+    assert str(report).splitlines()[0].startswith("int8_weight_only: 2 of 6 modules in 8 bits; ")
+    assert "adapter  Adapter  kept because its class" in str(report)
+
+
+def test_a_layer_in_two_places_stays_one():
+    shared = nn.Linear(8, 8)
+    model = nn.ModuleList([shared, nn.ReLU(), shared])
+    report = tfk.quantize(model)
+    assert model[0] is model[2] and type(model[0]) is tfk.nn.Int8Linear and len(report.quantized) == 2
+    assert report.bytes_before == 4 * 72 and report.bytes_after == 64 + 2 * 32
+
+
+def test_a_bad_weight_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data[2, 1] = math.inf
+    with pytest.raises(ValueError, match="quantize: 1: weight must be finite, got one with NaN or infinities"):
+        tfk.quantize(model)
+    assert [type(m) for m in model] == [nn.Linear, nn.Linear] and model[0].weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: tfk.quantize("model"), TypeError, "model must be a torch.nn.Module, got str"),
+        (lambda: tfk.quantize(nn.Sequential(), "int4"), ValueError, "scheme must be one of int8_weight_only, int8_dynamic"),
+        (lambda: tfk.quantize(nn.Linear(2, 2)), ValueError, "model must hold its linear layers, got a Linear itself"),
+        (lambda: tfk.quantize(nn.Sequential(), skip="0"), TypeError, "skip must be a list of names, got '0'"),
+        (lambda: tfk.quantize(nn.Sequential(), skip=[0]), TypeError, "skip must be a list of names, got int in it"),
+        (lambda: tfk.quantize(nn.Sequential(), skip=["x"]), ValueError, "skip must name modules of the model, got 'x'"),
+        (lambda: tfk.quantize(nn.Sequential(), backend="cuda"), ValueError, "backend must be one of reference, aten, cpu"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_sentence(call, error, sentence):
+    with pytest.raises(error, match=f"quantize: {sentence}"):
+        call()
+
+
+def test_a_patched_model_is_refused():
+    model = stock().eval()
+    tfk.patch(model)
+    with pytest.raises(ValueError, match="model must not be patched; call tfk.unpatch"):
+        tfk.quantize(model)
+    tfk.unpatch(model)
+    assert tfk.quantize(model).quantized
+
+
+def test_a_quantized_model_is_quantized_only_once():
+    model = stock()
+    assert len(tfk.quantize(model).quantized) == 6
+    again = tfk.quantize(model)
+    assert not again.quantized and {e.kind for e in again.entries} == {"Int8MultiheadAttention"}
