@@ -122,6 +122,23 @@ def dtype_name(value: Tensor | torch.dtype) -> str:
     return str(value.dtype if isinstance(value, Tensor) else value).removeprefix("torch.")
 
 
+def int8_weight(op: str, name: str, value: Tensor, steps_name: str, steps: Tensor) -> None:
+    """Refuses a weight that is not int8 (N, K), and steps that are not float32 (N,)."""
+    for argument, given, wanted in ((name, value, torch.int8), (steps_name, steps, torch.float32)):
+        if given.dtype != wanted:
+            raise ValueError(f"{op}: {argument} must be {dtype_name(wanted)}, got {dtype_name(given)}")
+        dense(op, **{argument: given})
+    if value.dim() != 2:
+        raise ValueError(f"{op}: {name} must have 2 dimensions, got shape {tuple(value.shape)}")
+    shape(op, steps_name, steps, (value.shape[0],), name, value)
+
+
+def int8_width(op: str, name: str, columns: int) -> None:
+    """Refuses rows that are too long for a product of integers in int32: 2**17 * 127 * 128 is just below 2**31."""
+    if columns > 1 << 17:
+        raise ValueError(f"{op}: {name} must have at most {1 << 17:,} columns, got {columns:,}")
+
+
 def _names(given: dict[str, Tensor]) -> str:
     names = list(given)
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

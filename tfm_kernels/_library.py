@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 NAMESPACE = "tfm_kernels"
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # of feed-forward blocks, whose operators take the index
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "triton": "CUDA"}
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")  # kept alive: its registrations die with it

@@ -159,28 +159,51 @@ void for_integers([[maybe_unused]] bool vnni, Body body) {
   body(Integers<false>{});
 }
 
+template <typename C>
+using bits_t = std::conditional_t<std::is_same_v<C, float>, uint32_t, uint64_t>;
+
+// The size of a step of a row whose largest element has these bits, without its sign, and the
+// factor that makes numbers of steps, 0 for a row of zeros. NaN and infinities give a step of NaN.
+template <typename C>
+C step_of(bits_t<C> most, C& factor) {
+  const C largest = std::bit_cast<C>(most);
+  const bool finite = largest < std::numeric_limits<C>::infinity();
+  factor = finite && largest >= C(0x1p-119) ? C(127) / largest : C(0);
+  return finite ? largest / C(127) : std::numeric_limits<C>::quiet_NaN();
+}
+
+// most[i] = the larger of it and |x[i]|, as bits, by which NaN is larger than infinity, and
+// infinity than numbers.
+template <typename C>
+void largest_bits(int64_t n, const C* x, bits_t<C>* most) {
+  constexpr bits_t<C> kSign = bits_t<C>(1) << (8 * sizeof(C) - 1);
+  const bits_t<C>* bits = reinterpret_cast<const bits_t<C>*>(x);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) most[i] = std::max(most[i], bits[i] & ~kSign);
+}
+
+// x in steps; 0 in a row of zeros and in one that is not finite.
+template <typename C>
+[[gnu::always_inline]] inline int32_t in_steps(C x, C factor) {
+  return static_cast<int32_t>(factor != C(0) ? std::rint(x * factor) : C(0));
+}
+
 // x (k) rounded to integers of 127ths of its largest element, and `filled` of them in all, by 0;
-// returns the size of a step. NaN and infinities give a step of NaN.
+// returns the size of a step.
 template <typename P, typename C>
 C round_row(const C* x, int64_t k, int64_t filled, typename P::E* out) {
-  using Bits = std::conditional_t<std::is_same_v<C, float>, uint32_t, uint64_t>;
-  constexpr Bits kSign = Bits(1) << (8 * sizeof(Bits) - 1);
-  Bits most = 0;  // as bits, by which NaN is larger than infinity, and infinity than numbers
-  const Bits* bits = reinterpret_cast<const Bits*>(x);
+  constexpr bits_t<C> kSign = bits_t<C>(1) << (8 * sizeof(C) - 1);
+  bits_t<C> most = 0;  // as in largest_bits
+  const bits_t<C>* bits = reinterpret_cast<const bits_t<C>*>(x);
 #pragma omp simd reduction(max : most)
   for (int64_t i = 0; i < k; ++i) most = std::max(most, bits[i] & ~kSign);
-  const C largest = std::bit_cast<C>(most);
-  if (!(largest < std::numeric_limits<C>::infinity())) {
-    std::fill_n(out, filled, static_cast<typename P::E>(P::kOffset));
-    return std::numeric_limits<C>::quiet_NaN();
-  }
-  const C factor = largest < C(0x1p-119) ? C(0) : C(127) / largest;
+  C factor;
+  const C step = step_of<C>(most, factor);
 #pragma omp simd
   for (int64_t i = 0; i < k; ++i)
-    out[i] = static_cast<typename P::E>(static_cast<int32_t>(std::rint(x[i] * factor)) +
-                                        static_cast<int32_t>(P::kOffset));
+    out[i] = static_cast<typename P::E>(in_steps(x[i], factor) + static_cast<int32_t>(P::kOffset));
   std::fill(out + k, out + filled, static_cast<typename P::E>(P::kOffset));
-  return largest / C(127);
+  return step;
 }
 
 // Rounded rows from `rows` <= kPanelRows rows of x, `filled` integers each; `wide` has k elements.
@@ -207,6 +230,31 @@ void turn_panel(const typename P::E* rounded, int64_t rows, int64_t filled, type
   const int64_t groups = filled / P::kGroup;  // each as wide as a float, and nothing is computed
   transpose_widen(reinterpret_cast<const float*>(rounded), groups, rows, groups,
                   reinterpret_cast<float*>(panel), kPanelRows, kPanelRows);
+}
+
+// A panel from numbers that lie turned, x (k, ld), for `rows` <= kPanelRows of them, which a
+// factor each makes numbers of steps; integers k to `filled` are 0.
+template <typename P, typename C>
+void round_columns(int64_t k, int64_t filled, int64_t rows, const C* x, int64_t ld, const C* factor,
+                   typename P::E* panel) {
+  constexpr int kBits = 32 / P::kGroup;
+  constexpr uint32_t kMask = 0xFFFFFFFFu >> (32 - kBits), kZero = static_cast<uint32_t>(P::kOffset);
+  for (int64_t g = 0; g < filled / P::kGroup; ++g) {
+    uint32_t* groups = reinterpret_cast<uint32_t*>(panel) + g * kPanelRows;
+    std::fill_n(groups, kPanelRows, uint32_t(0));
+    for (int64_t i = 0; i < P::kGroup; ++i) {
+      const int64_t feature = g * P::kGroup + i;
+      const C* from = x + feature * ld;
+      if (feature < k) {
+#pragma omp simd
+        for (int64_t r = 0; r < rows; ++r)
+          groups[r] |= ((static_cast<uint32_t>(in_steps(from[r], factor[r])) + kZero) & kMask)
+                       << (i * kBits);
+      } else {
+        for (int64_t r = 0; r < rows; ++r) groups[r] |= kZero << (i * kBits);
+      }
+    }
+  }
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
@@ -349,6 +397,16 @@ void integer_dots(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64_t w
       take(std::integral_constant<int64_t, 2>{});
     else
       take(std::integral_constant<int64_t, 1>{});
+  }
+}
+
+// Adds bias[f] to row f of h (n, ld).
+template <typename T, typename C>
+void add_to_rows(int64_t n, int64_t ld, const T* bias, C* h) {
+  for (int64_t f = 0; f < n; ++f) {
+    const C shift = static_cast<C>(bias[f]);
+#pragma omp simd
+    for (int64_t r = 0; r < ld; ++r) h[f * ld + r] += shift;
   }
 }
 

@@ -200,6 +200,7 @@ void int8_linear_fwd_integers(const Int8LinearFwd& args, DType dtype, int64_t ro
 #include <cstdlib>
 #include <string_view>
 
+#include "operators.h"
 #include "rows.h"
 
 namespace tfm_kernels {
@@ -270,6 +271,8 @@ void run_integers(Int8LinearFwd& args, DType dtype, const at::Tensor& x) {
   });
 }
 
+}  // namespace
+
 at::Tensor int8_linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
                                const at::Tensor& scale, const OptionalTensor& bias, bool dynamic) {
   constexpr const char* kOp = "int8_linear_fwd_cpu";
@@ -304,8 +307,6 @@ at::Tensor int8_linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
     run_widened(args, dtype_of(x.scalar_type()), x);
   return y;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("int8_linear_fwd_cpu", &int8_linear_fwd_cpu); }
 

@@ -11,6 +11,9 @@ namespace tfm_kernels {
 at::Tensor linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
                           const OptionalTensor& bias);
 
+at::Tensor int8_linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
+                               const at::Tensor& scale, const OptionalTensor& bias, bool dynamic);
+
 std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const OptionalTensor& bias, const OptionalTensor& keep, const OptionalTensor& key_lengths,

@@ -226,6 +226,6 @@ def test_tensors_of_the_wrong_kind_are_one_sentence():
             tfk.ops.int8_linear(**(given | change))
     wide = torch.zeros(1).expand(1, 2**17 + 1)
     weight = torch.zeros(1, dtype=torch.int8).expand(1, 2**17 + 1)
-    with pytest.raises(ValueError, match="x must have at most 131,072 columns where dynamic, got 131,073"):
+    with pytest.raises(ValueError, match="x must have at most 131,072 columns, got 131,073"):
         tfk.ops.int8_linear(wide, weight, torch.ones(1), dynamic=True)
     assert tfk.ops.int8_linear(wide, weight, torch.ones(1)).item() == 0.0

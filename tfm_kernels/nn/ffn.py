@@ -14,6 +14,7 @@ from .. import _check, ops
 from .._autocast import as_autocast
 from . import _arguments
 from ._bypass import dropout_p, plain, plain_linear
+from .int8 import int8_feed_forward
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -93,6 +94,9 @@ def feed_forward(
     name, p = activation_name(activation), dropout_p(dropout)
     readable = plain_linear(linear1) and plain_linear(linear2) and (gate is None or plain_linear(gate))
     if name is None or p is None or not readable:
+        y = int8_feed_forward(x, linear1, name, linear2, gate) if name is not None and p == 0.0 else None
+        if y is not None:
+            return y
         hidden = activation(linear1(x))
         if gate is not None:
             hidden = hidden * gate(x)

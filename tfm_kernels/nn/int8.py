@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops
+from .. import _backend, ops
 from .._autocast import as_autocast
 from . import _arguments
+from ._bypass import plain
 from .attention import MultiheadAttention
 
 
@@ -114,7 +115,7 @@ class Int8Linear(nn.Module):
         if end - begin < self.out_features:
             weight, scale, bias = weight[begin:end], scale[begin:end], None if bias is None else bias[begin:end]
         x, bias = as_autocast(x, bias)
-        return ops.int8_linear(x, weight, scale, bias, dynamic=self.dynamic, backend=self.backend)
+        return ops.int8_linear(x, weight, scale, bias, dynamic=self.dynamic, backend=_offered(self.backend))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         scale = self.scale
@@ -127,6 +128,26 @@ class Int8Linear(nn.Module):
         """What repr() shows of the layer."""
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, dynamic={self.dynamic}"
+
+
+def int8_feed_forward(x: Tensor, first: Any, activation: str, second: Any, gate: Any = None) -> Tensor | None:
+    """second(act(first(x)) [* gate(x)]) by ops.int8_ffn; None where one of these is not a plain dynamic Int8Linear."""
+    layers = (first, second) if gate is None else (first, second, gate)
+    if not all(plain(layer, Int8Linear) and layer.dynamic and layer.backend == first.backend for layer in layers):
+        return None
+    if gate is not None and gate.bias is not None:
+        return None
+    x, b1, b2 = as_autocast(x, first.bias, second.bias)
+    gates = {} if gate is None else {"gate": gate.weight, "gate_scale": gate.scale}
+    return ops.int8_ffn(
+        x, first.weight, first.scale, b1, second.weight, second.scale, b2, activation=activation, **gates,
+        backend=_offered(first.backend),
+    )  # fmt: skip
+
+
+def _offered(backend: str | None) -> str | None:
+    """As everywhere in nn, a forced backend that has no such kernels is not meant for linear layers."""
+    return backend if backend is not None or _backend.offers("int8_linear") else "aten"
 
 
 class Int8MultiheadAttention(MultiheadAttention):

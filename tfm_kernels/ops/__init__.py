@@ -8,6 +8,7 @@ from .attention import attention as attention
 from .attention_varlen import attention_varlen as attention_varlen
 from .attention_weights import attention_weights as attention_weights
 from .ffn import ffn as ffn
+from .int8_ffn import int8_ffn as int8_ffn
 from .int8_linear import int8_linear as int8_linear
 from .layer_norm import add_layer_norm as add_layer_norm
 from .layer_norm import add_rms_norm as add_rms_norm

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _check, _library, _measured
-
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # the registered operators take the index
-
+from .._library import ACTIVATIONS
 
 _16_BITS = (torch.float16, torch.bfloat16)
 

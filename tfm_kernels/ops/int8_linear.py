@@ -27,8 +27,6 @@ from .. import _autograd, _backend, _check, _library, _measured
 from ..aten import int8_linear as aten
 from ..reference import int8_linear as reference
 
-MAX_WIDTH = 1 << 17  # of a dynamic call: 2**17 * 127 * 128 is the last multiple below 2**31
-
 
 @dataclass(frozen=True)
 class Call:
@@ -65,26 +63,19 @@ def describe(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = Non
     for name, value in tensors.items():
         _check.tensor("int8_linear", name, value, optional=name == "bias")
     _check.floating("int8_linear", x=x, bias=bias)
-    for name, value, wanted in (("weight", weight, torch.int8), ("scale", scale, torch.float32)):
-        if value.dtype != wanted:
-            raise ValueError(
-                f"int8_linear: {name} must be {_check.dtype_name(wanted)}, got {_check.dtype_name(value.dtype)}"
-            )
     _check.same("int8_linear", x=x, bias=bias)
     _check.same_device("int8_linear", **tensors)
-    _check.dense("int8_linear", **tensors)
+    _check.dense("int8_linear", x=x, bias=bias)
     if not isinstance(dynamic, bool):
         raise TypeError(f"int8_linear: dynamic must be a bool, got {type(dynamic).__name__}")
     if x.dim() == 0:
         raise ValueError("int8_linear: x must have shape (..., K), got ()")
-    if weight.dim() != 2:
-        raise ValueError(f"int8_linear: weight must have shape (N, K), got {tuple(weight.shape)}")
+    _check.int8_weight("int8_linear", "weight", weight, "scale", scale)
     out, width = weight.shape
     _check.shape("int8_linear", "weight", weight, (out, x.shape[-1]), "x", x)
-    _check.shape("int8_linear", "scale", scale, (out,), "weight", weight)
     _check.shape("int8_linear", "bias", bias, (out,), "weight", weight)
-    if dynamic and width > MAX_WIDTH:
-        raise ValueError(f"int8_linear: x must have at most {MAX_WIDTH:,} columns where dynamic, got {width:,}")
+    if dynamic:
+        _check.int8_width("int8_linear", "x", width)
     training = _check.records_graph(x, scale, bias)
     return Call(x.device.type, x.dtype, math.prod(x.shape[:-1]), width, out, bias is not None, dynamic, training)
 

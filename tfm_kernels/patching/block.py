@@ -17,6 +17,7 @@ from .._autocast import as_autocast
 from ..nn import Int8Linear
 from ..nn.attention_weights import with_weights
 from ..nn.ffn import ACTIVATIONS, activation_name
+from ..nn.int8 import int8_feed_forward
 from ..ops.layer_norm import layer_norm_of_sum
 from . import guard
 from .linear import linear
@@ -96,9 +97,12 @@ def feed_forward(
     Where one of them is an Int8Linear, they are called.
     """
     if any(type(layer) is Int8Linear for layer in (first, second, gate)):
+        p = options.get("dropout_p", 0.0)
+        y = int8_feed_forward(x, first, activation, second, gate) if p == 0.0 else None
+        if y is not None:
+            return y
         hidden = ACTIVATIONS[activation](linear(x, first))
         hidden = hidden if gate is None else hidden * linear(x, gate)
-        p = options.get("dropout_p", 0.0)
         return linear(F.dropout(hidden, p) if p else hidden, second)
     weights: list[Any] = [
         _weight(first),

@@ -95,7 +95,7 @@ def assert_contract(
 
     Args:
         op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn",
-            "linear", "int8_linear" or "linear_cross_entropy".
+            "linear", "int8_linear", "int8_ffn" or "linear_cross_entropy".
         inputs: the public function's arguments by name, such as {"x": x, "weight": w, "eps": 1e-6}. With dropout_p > 0
             and no seed, seed 0 is used: the judge has to know the mask.
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda".

@@ -20,7 +20,7 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     q, s, bias = inputs["weight"].double(), inputs["scale"].double(), inputs.get("bias")
     leading, (out, width) = given.shape[:-1], q.shape
     x = given.reshape(-1, width)
-    x = _rounded(x) if inputs.get("dynamic", False) else x.double()
+    x = rounded(x) if inputs.get("dynamic", False) else x.double()
     rows, r = x.shape[0], rounding(dtype)
     fair = rows >= 4 and rows * min(out, width) >= 64 and not inputs.get("dynamic", False)  # exact, E's is not
     shift = x.new_zeros(()) if bias is None else bias.double()
@@ -50,19 +50,16 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     return expected
 
 
-def _rounded(x: Tensor) -> Tensor:
+def rounded(x: Tensor) -> Tensor:
     """The integers that are made of each row, times its step; NaN in a row that is not finite."""
-    compute = torch.promote_types(x.dtype, torch.float32)
-    rows = []
-    for row in x.to(compute):
-        largest = row.abs().max() if row.numel() else row.new_zeros(())
-        if not bool(row.isfinite().all()):
-            rows.append(torch.full_like(row, torch.nan, dtype=torch.float64))
-        elif largest < 2.0**-119:
-            rows.append(torch.zeros_like(row, dtype=torch.float64))
-        else:
-            rows.append((row * (torch.full_like(largest, 127) / largest)).round().double() * (largest.double() / 127))
-    return torch.stack(rows) if rows else x.double()
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if x.shape[1] == 0:
+        return x.double()
+    largest = x.abs().max(1, keepdim=True).values
+    value = (x * (torch.full_like(largest, 127) / largest)).round().double() * (largest.double() / 127)
+    value[largest.squeeze(1) < 2.0**-119] = 0.0
+    value[~x.isfinite().all(1)] = torch.nan
+    return value
 
 
 def eager(op: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -70,6 +67,6 @@ def eager(op: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
     if inputs.get("dynamic", False):
         rows = x.reshape(-1, x.shape[-1])
-        x = x + (_rounded(rows.detach()).view(x.shape).to(x.dtype) - x).detach()
+        x = x + (rounded(rows.detach()).view(x.shape).to(x.dtype) - x).detach()
     y = x @ (weight.to(torch.promote_types(x.dtype, torch.float32)) * scale[:, None]).to(x.dtype).T
     return {"y": y if inputs.get("bias") is None else y + inputs["bias"]}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, ffn, int8_linear, linear, linear_cross_entropy, norm
+from . import attention, ffn, int8_ffn, int8_linear, linear, linear_cross_entropy, norm
 from .data import tame as is_tame
 from .report import Report
 from .rounding import Expected, rounding
@@ -30,6 +30,7 @@ TRUTHS: dict[str, ModuleType] = {
     "ffn": ffn,
     "linear": linear,
     "int8_linear": int8_linear,
+    "int8_ffn": int8_ffn,
     "linear_cross_entropy": linear_cross_entropy,
 }
 COMPOSED = ("reference", "aten")  # of PyTorch's functions, by which and by autograd they round
@@ -56,7 +57,7 @@ def judge(
 
     Args:
         op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn",
-            "linear", "int8_linear" or "linear_cross_entropy".
+            "linear", "int8_linear", "int8_ffn" or "linear_cross_entropy".
         inputs: the public function's arguments by name: tensors in their storage types, options where not default.
             ``seed`` is needed where dropout_p > 0.
         outputs: "out" (and "lse") of attention, "y" of ffn, norms and linear layers, "z" too of add_* norms, "loss" of

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# the order of ACTIVATIONS in tfm_kernels/ops/ffn_call.py, whose index the operators take
+# the order of ACTIVATIONS in tfm_kernels/_library.py, whose index the operators take
 RELU = tl.constexpr(0)
 GELU = tl.constexpr(1)
 GELU_TANH = tl.constexpr(2)

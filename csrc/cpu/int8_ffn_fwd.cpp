@@ -1,0 +1,228 @@
+// int8_ffn_fwd, CPU. Implements INT8_FFN.1 to .4 of tfm_kernels/ops/int8_ffn.py.
+// Owns:    one task = a tile of 64 rows. Everything between x and y is held transposed, (features,
+//          rows): the hidden activation as it is activated, its integers as the second product
+//          takes them, which a transposed activation is rounded into without being turned.
+// Traffic: x and y once; the weights, a byte each, once a tile, from L3. 4*M*E*F operations in
+//          int32, exactly, 6 with a gate.
+// Limits:  none. Few rows go feature by feature through int8_linear_fwd instead.
+// Source:  own work.
+#include "activation.h"
+#include "int8.h"
+#include "isa.h"
+
+namespace tfm_kernels {
+
+struct Int8FfnFwd {
+  const void *x, *b1, *b2;        // b1, b2 may be null
+  const int8_t *w1, *w2, *gate;   // contiguous; gate may be null
+  const float *s1, *s2, *s_gate;  // the sizes of their steps
+  void* y;                        // contiguous
+  int64_t x_stride_m, M, E, F, Eo;
+  Activation activation;
+  bool vnni;
+  int64_t tile;  // rows, a multiple of kPanelRows
+};
+
+TFM_DECLARE_KERNEL(void int8_ffn_fwd(const Int8FfnFwd& args, DType dtype, int64_t row,
+                                     void* scratch))
+
+// The hidden activation of few rows, n numbers of the compute type; gate may be null.
+TFM_DECLARE_KERNEL(void int8_ffn_activate(Activation activation, DType dtype, int64_t n,
+                                          void* hidden, const void* gate))
+
+// Elements of working memory that a tile needs: for the hidden activation and the steps; rows of x
+// as they are widened and rounded, and the integers of both products; one strip of sums, of y and
+// of the gate.
+inline int64_t int8_ffn_fwd_scratch(const Int8FfnFwd& args) {
+  const int64_t filled = round_up(args.E, kIntegers), hidden = round_up(args.F, kIntegers);
+  return (args.F + 4) * args.tile + args.E + kPanelRows * filled + args.tile * (filled + hidden) +
+         3 * kFewRowsStrip * args.tile;
+}
+
+inline namespace CPU_CAPABILITY {
+namespace {
+
+template <typename C>
+void activate(Activation activation, int64_t n, C* hidden, const C* gate) {
+  for_activation(activation, [&](auto act) {
+#pragma omp simd
+    for (int64_t j = 0; j < n; ++j) hidden[j] = act.value(hidden[j]);
+  });
+  if (gate) {
+#pragma omp simd
+    for (int64_t j = 0; j < n; ++j) hidden[j] *= gate[j];
+  }
+}
+
+template <typename T, typename P, typename C = compute_t<T>>
+void run_tile(const Int8FfnFwd& args, int64_t row, C* hidden) {
+  using E = typename P::E;
+  using Bits = bits_t<C>;
+  const int64_t rows = std::min(args.tile, args.M - row), ld = round_up(rows, 16);
+  const int64_t filled = round_up(args.E, kIntegers), filled_f = round_up(args.F, kIntegers);
+  C *step = hidden + args.F * args.tile, *factor = step + args.tile;
+  Bits* most = reinterpret_cast<Bits*>(factor + args.tile);
+  C *hidden_step = reinterpret_cast<C*>(most + args.tile), *wide = hidden_step + args.tile;
+  E *flat = reinterpret_cast<E*>(wide + args.E), *panels = flat + kPanelRows * filled;
+  E* hidden_panels = panels + args.tile * filled;
+  C* strip = reinterpret_cast<C*>(hidden_panels + args.tile * filled_f);
+  C* gated = strip + kFewRowsStrip * args.tile;
+  int32_t* sums = reinterpret_cast<int32_t*>(gated + kFewRowsStrip * args.tile);
+
+  const T* x = static_cast<const T*>(args.x) + row * args.x_stride_m;
+  for (int64_t p = 0; p < rows; p += kPanelRows) {
+    const int64_t real = std::min(kPanelRows, rows - p);
+    round_rows<P>(x + p * args.x_stride_m, args.x_stride_m, real, args.E, filled, wide, flat,
+                  step + p);
+    turn_panel<P>(flat, real, filled, panels + p * filled);
+  }
+  std::fill_n(most, ld, Bits(0));
+  for (int64_t f = 0; f < args.F; f += kFewRowsStrip) {
+    const int64_t n = std::min(kFewRowsStrip, args.F - f);
+    C* h = hidden + f * ld;
+    integer_products<P>(n, rows, args.E, args.w1 + f * args.E, args.E, panels, filled, sums, ld);
+    scale_sums(n, rows, sums, ld, step, args.s1 + f, h);
+    if (args.b1) add_to_rows(n, ld, static_cast<const T*>(args.b1) + f, h);
+    if (args.gate) {
+      integer_products<P>(n, rows, args.E, args.gate + f * args.E, args.E, panels, filled, sums,
+                          ld);
+      scale_sums(n, rows, sums, ld, step, args.s_gate + f, gated);
+    }
+    activate(args.activation, n * ld, h, args.gate ? gated : nullptr);
+    for (int64_t i = 0; i < n; ++i) largest_bits(ld, h + i * ld, most);
+  }
+  for (int64_t r = 0; r < ld; ++r) hidden_step[r] = step_of<C>(most[r], factor[r]);
+  for (int64_t p = 0; p < ld; p += kPanelRows)
+    round_columns<P>(args.F, filled_f, std::min(kPanelRows, ld - p), hidden + p, ld, factor + p,
+                     hidden_panels + p * filled_f);
+  few_rows_strips(0, args.Eo, rows, static_cast<const T*>(args.b2),
+                  static_cast<T*>(args.y) + row * args.Eo, args.Eo, strip,
+                  [&](int64_t f, int64_t n) {
+                    integer_products<P>(n, rows, args.F, args.w2 + f * args.F, args.F,
+                                        hidden_panels, filled_f, sums, ld);
+                    scale_sums(n, rows, sums, ld, hidden_step, args.s2 + f, strip);
+                  });
+}
+
+}  // namespace
+
+void int8_ffn_fwd(const Int8FfnFwd& args, DType dtype, int64_t row, void* scratch) {
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    for_integers(args.vnni, [&](auto how) {
+      run_tile<T, decltype(how)>(args, row, static_cast<compute_t<T>*>(scratch));
+    });
+  });
+}
+
+void int8_ffn_activate(Activation activation, DType dtype, int64_t n, void* hidden,
+                       const void* gate) {
+  if (dtype == DType::f64)
+    activate(activation, n, static_cast<double*>(hidden), static_cast<const double*>(gate));
+  else
+    activate(activation, n, static_cast<float*>(hidden), static_cast<const float*>(gate));
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels
+
+#ifdef CPU_CAPABILITY_DEFAULT
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include "operators.h"
+#include "rows.h"
+
+namespace tfm_kernels {
+namespace {
+
+constexpr int64_t kTile = 64;
+
+// Few rows: the features of both products are dealt out, which tiles of rows cannot be.
+at::Tensor by_features(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& s1,
+                       const OptionalTensor& b1, const at::Tensor& w2, const at::Tensor& s2,
+                       const OptionalTensor& b2, const OptionalTensor& gate,
+                       const OptionalTensor& s_gate, Activation activation) {
+  const auto compute = compute_type(x.scalar_type());
+  const auto wide = [&](const OptionalTensor& t) {
+    return t ? OptionalTensor(t->to(compute)) : std::nullopt;
+  };
+  const at::Tensor rows = x.to(compute);
+  at::Tensor hidden = int8_linear_fwd_cpu(rows, w1, s1, wide(b1), true), gated;
+  if (gate) gated = int8_linear_fwd_cpu(rows, *gate, *s_gate, std::nullopt, true);
+  TFM_KERNEL(int8_ffn_activate)
+  (activation, dtype_of(compute), hidden.numel(), hidden.mutable_data_ptr(),
+   gate ? gated.const_data_ptr() : nullptr);
+  return int8_linear_fwd_cpu(hidden, w2, s2, wide(b2), true).to(x.scalar_type());
+}
+
+void check_weight(const at::Tensor& weight, const at::Tensor& scale, int64_t out, int64_t width,
+                  const char* op, const char* name) {
+  check_shape(weight, {out, width}, op, name);
+  check_shape(scale, {out}, op, name);
+  TORCH_CHECK(weight.scalar_type() == at::kChar && scale.scalar_type() == at::kFloat, op, ": ",
+              name, " must be int8 and its steps float32");
+  TORCH_CHECK(width <= (int64_t{1} << 17), op, ": ", name, " must have at most 131072 columns");
+}
+
+at::Tensor int8_ffn_fwd_cpu(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& s1,
+                            const OptionalTensor& b1, const at::Tensor& w2, const at::Tensor& s2,
+                            const OptionalTensor& b2, const OptionalTensor& gate,
+                            const OptionalTensor& s_gate, int64_t activation) {
+  constexpr const char* kOp = "int8_ffn_fwd_cpu";
+  check_floating(x, kOp, "x");
+  TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2, kOp,
+              ": x, w1 and w2 must have 2 dimensions");
+  TORCH_CHECK(activation >= 0 && activation <= 3, kOp, ": activation must lie in 0..3");
+  TORCH_CHECK(gate.has_value() == s_gate.has_value(), kOp, ": gate and its steps come together");
+  const int64_t M = x.size(0), E = x.size(1), F = w1.size(0), Eo = w2.size(0);
+  check_weight(w1, s1, F, E, kOp, "w1");
+  check_weight(w2, s2, Eo, F, kOp, "w2");
+  if (gate) check_weight(*gate, *s_gate, F, E, kOp, "gate");
+  check_vector(b1, F, x, kOp, "b1");
+  check_vector(b2, Eo, x, kOp, "b2");
+  const auto act = static_cast<Activation>(activation);
+  const int64_t threads = at::get_num_threads(), tiles = ceil_div(M, kTile);
+  if (tiles < 2 * threads || F == 0)
+    return by_features(x, w1, s1, b1, w2, s2, b2, gate, s_gate, act);
+
+  at::Tensor y = new_output({M, Eo}, x.options());
+  const at::Tensor rows = unit_rows(x);
+  const at::Tensor weights[] = {w1.contiguous(), w2.contiguous()};
+  const at::Tensor steps[] = {s1.contiguous(), s2.contiguous()};
+  const OptionalTensor third = contiguous(gate), third_steps = contiguous(s_gate);
+  const OptionalTensor shifts[] = {contiguous(b1), contiguous(b2)};
+  Int8FfnFwd args{};
+  args.x = rows.const_data_ptr();
+  args.b1 = pointer(shifts[0]);
+  args.b2 = pointer(shifts[1]);
+  args.w1 = weights[0].const_data_ptr<int8_t>();
+  args.w2 = weights[1].const_data_ptr<int8_t>();
+  args.gate = third ? third->const_data_ptr<int8_t>() : nullptr;
+  args.s1 = steps[0].const_data_ptr<float>();
+  args.s2 = steps[1].const_data_ptr<float>();
+  args.s_gate = third ? third_steps->const_data_ptr<float>() : nullptr;
+  args.y = y.mutable_data_ptr();
+  args.x_stride_m = rows.stride(0);
+  args.M = M;
+  args.E = E;
+  args.F = F;
+  args.Eo = Eo;
+  args.activation = act;
+  args.vnni = has_vnni();
+  args.tile = kTile;
+  const int64_t room = int8_ffn_fwd_scratch(args);
+  const Workspace workspace(x, threads * room, 0);
+  for_tasks(tiles, threads, [&](int64_t tile, int64_t worker) {
+    TFM_KERNEL(int8_ffn_fwd)
+    (args, dtype_of(x.scalar_type()), tile * kTile, workspace.first(worker * room));
+  });
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl("int8_ffn_fwd_cpu", &int8_ffn_fwd_cpu); }
+
+}  // namespace tfm_kernels
+#endif

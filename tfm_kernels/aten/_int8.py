@@ -1,0 +1,42 @@
+"""PyTorch's own functions for rows that are rounded to int8, for the ops that multiply integers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ZERO_BELOW = 2.0**-119
+# without VNNI oneDNN adds pairs of products in 16 bits, which saturate
+_EXACT_ON_CPU: bool = torch.cpu._is_vnni_supported()
+
+
+def dynamic_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """INT8_LINEAR.2 of ``x`` (M, K), float32 or float64: (M, N) in its type, bias added in it."""
+    integers, step = _rounded(x.detach())
+    if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
+        x = x + (integers * step - x).detach()  # the rounding has no gradient of its own
+        y = F.linear(x, weight.to(x.dtype)) * scale
+    else:
+        y = _product(integers, weight) * (step * scale)
+    return y if bias is None else y + bias
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The integers of x, in its type, and the step of each row, (M, 1)."""
+    largest = x.abs().amax(1, keepdim=True) if x.shape[1] else x.new_zeros(x.shape[0], 1)
+    integers = torch.round(x * (torch.full_like(largest, 127) / largest)).masked_fill(largest < _ZERO_BELOW, 0.0)
+    finite = largest.isfinite()
+    return integers.masked_fill(~finite, 0.0), (largest / 127).masked_fill(~finite, torch.nan)
+
+
+def _product(integers: Tensor, weight: Tensor) -> Tensor:
+    """By the matrix library's product of int8 where it takes the shape and is exact, else by one of floats."""
+    rows, width = integers.shape
+    if integers.is_cuda:  # what cuBLAS asks for
+        taken = rows > 16 and width % 8 == 0 and weight.shape[0] % 8 == 0
+    else:
+        taken = _EXACT_ON_CPU and integers.device.type == "cpu" and min(rows, width, weight.shape[0]) > 0
+    if taken:
+        return torch._int_mm(integers.to(torch.int8), weight.T).to(integers.dtype)
+    return F.linear(integers, weight.to(integers.dtype))

@@ -1,0 +1,35 @@
+"""Backend "aten" of int8_ffn: PyTorch's own functions, the hidden activation in float32 (float64)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._autocast import beyond_autocast
+from ._int8 import dynamic_linear
+
+
+@beyond_autocast
+def int8_ffn(
+    x: Tensor,
+    w1: Tensor,
+    scale1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    scale2: Tensor,
+    b2: Tensor | None,
+    activation: str,
+    gate: Tensor | None,
+    gate_scale: Tensor | None,
+) -> Tensor:
+    """(M, E) -> (M, Eo); the arguments are those of ops.int8_ffn, already checked."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    hidden = dynamic_linear(wide, w1, scale1, b1)
+    if activation in ("gelu", "gelu_tanh"):
+        hidden = F.gelu(hidden, approximate="tanh" if activation == "gelu_tanh" else "none")
+    else:
+        hidden = F.silu(hidden) if activation == "silu" else torch.relu(hidden)
+    if gate is not None and gate_scale is not None:
+        hidden = hidden * dynamic_linear(wide, gate, gate_scale, None)
+    return dynamic_linear(hidden, w2, scale2, b2).to(x.dtype)

@@ -1,0 +1,46 @@
+"""Backend "reference" of int8_ffn: the equations INT8_FFN.1 to .4 as they stand, integers in the type that defines
+them, the rest in float64, rounded once at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._int8 import rounded
+
+
+def int8_ffn(
+    x: Tensor,
+    w1: Tensor,
+    scale1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    scale2: Tensor,
+    b2: Tensor | None,
+    activation: str,
+    gate: Tensor | None,
+    gate_scale: Tensor | None,
+) -> Tensor:
+    """(M, E) -> (M, Eo); the arguments are those of ops.int8_ffn, already checked."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    given = rounded(x.to(compute))
+    p = given @ w1.double().T * scale1.double()
+    if b1 is not None:
+        p = p + b1.double()
+    hidden = _activated(p, activation)
+    if gate is not None and gate_scale is not None:
+        hidden = hidden * (given @ gate.double().T * gate_scale.double())
+    y = rounded(hidden.to(compute)) @ w2.double().T * scale2.double()
+    if b2 is not None:
+        y = y + b2.double()
+    return y.to(x.dtype)
+
+
+def _activated(p: Tensor, activation: str) -> Tensor:
+    if activation == "gelu":
+        return F.gelu(p)
+    if activation == "gelu_tanh":
+        return F.gelu(p, approximate="tanh")
+    return F.silu(p) if activation == "silu" else torch.relu(p)

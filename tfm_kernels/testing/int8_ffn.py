@@ -1,0 +1,75 @@
+"""The int8_ffn judge of the forward: float64 truth, and what may be one integer off.
+
+The hidden activation is rounded to integers, and its own rounding may decide those that lie half way between two: the
+bound allows each of these a step, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ffn import ACTIVATIONS
+from .int8_linear import rounded
+from .rounding import Expected, rounding
+
+
+def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], douts: Mapping[str, Tensor | None]):
+    """Name -> Expected for y."""
+    given, dtype = inputs["x"], inputs["x"].dtype
+    r, leading = rounding(dtype), given.shape[:-1]
+    name = inputs.get("activation", "relu")
+    x = rounded(given.reshape(leading.numel(), given.shape[-1]))
+
+    def product(weight: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """An exact product of integers times its steps, and its error."""
+        value = x @ weight.double().T * scale.double()
+        shifted = value if bias is None else value + bias.double()
+        return shifted, r.sums * (4 * value.abs() + shifted.abs()) + 2.0**-126
+
+    p, ep = product(inputs["w1"], inputs["scale1"], inputs.get("b1"))
+    act, slope, bend = ACTIVATIONS[name](p)
+    own = 0 if name == "relu" else 4 * r.sums * p.abs()
+    h, eh = act, slope.abs() * ep + own + bend.abs() * ep * ep + r.sums * act.abs()
+    if inputs.get("gate") is not None:
+        g, eg = product(inputs["gate"], inputs["gate_scale"], None)
+        h, eh = act * g, eh * g.abs() + act.abs() * eg + eh * eg + r.sums * (act * g).abs()
+
+    largest = h.abs().amax(1, keepdim=True) if h.shape[1] else h.new_zeros(h.shape[0], 1)
+    uncertain = (eh.amax(1, keepdim=True) if h.shape[1] else largest) / largest.clamp(min=2.0**-119) + 4 * r.sums
+    small = largest < 2.0**-119
+    steps = torch.where(small, 0.0, h * 127 / largest)
+    off = torch.where(small, 0.0, 127 / largest * eh) + uncertain * steps.abs()
+    integers = steps.round()
+    flips = ((steps - integers).abs() + off >= 0.5).double()
+    step = torch.where(largest.isfinite(), largest / 127, torch.nan)
+
+    w2, s2 = inputs["w2"].double(), inputs["scale2"].double()
+    value = integers @ w2.T * step * s2
+    b2 = inputs.get("b2")
+    y = value if b2 is None else value + b2.double()
+    bound = flips @ w2.abs().T * step * s2.abs() * (1 + uncertain) + (uncertain + 4 * r.sums) * value.abs()
+    bound = bound + (r.unit + r.sums) * y.abs() + r.tiny
+    out = *leading, w2.shape[0]
+    # reference multiplies numbers, whose sums round in float64
+    summed = 2.0**-51 * max(w2.shape[1], 1) ** 0.5 * (integers.abs() @ w2.abs().T * step * s2.abs())
+    return {"y": Expected(y.view(out), bound.view(out), dtype, fair=False, summed=summed.view(out))}
+
+
+def eager(op: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """E: the block with the numbers that the integers stand for, rounded to the inputs' own type in between."""
+    x = inputs["x"]
+
+    def linear(x: Tensor, name: str, steps: str, bias: str) -> Tensor:
+        rows = rounded(x.reshape(x.shape[:-1].numel(), x.shape[-1])).view(x.shape)
+        y = rows @ (inputs[name].double() * inputs[steps].double()[:, None]).T
+        return (y if inputs.get(bias) is None else y + inputs[bias].double()).to(x.dtype)
+
+    hidden = linear(x, "w1", "scale1", "b1")
+    hidden = ACTIVATIONS[inputs.get("activation", "relu")](hidden.double())[0].to(x.dtype)
+    if inputs.get("gate") is not None:
+        hidden = hidden * linear(x, "gate", "gate_scale", "")
+    return {"y": linear(hidden, "w2", "scale2", "b2")}
