@@ -3,9 +3,8 @@
 import re
 
 import pytest
-import triton
 
-from tests.aot import ffn_table, table
+from tests.aot import ffn_table, plan, table
 from tfm_kernels.triton import _gemm, ffn_bwd, ffn_fwd
 
 ENTRIES = ffn_table.entries()
@@ -20,11 +19,6 @@ SHARED = {80: 164, 90: 228, 100: 228}  # KB of a multiprocessor, 1 of each progr
 
 def fits(name, entry, found):
     """No stack forward, little and none of it in a main loop backward; registers and memory for what is planned."""
-    assert found["local"] == 0
-    if any(what in name for what in ("ffn_bwd", "gemm dp", "sum_rows")):
-        assert found["stack"] <= 128 and not found.get("stack in loops"), f"{name} spills: {found}"
-    else:
-        assert found["stack"] == 0 and "LDL" not in found and "STL" not in found, f"{name} spills: {found}"
     assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
     tensor_cores = {"HMMA", "HGMMA", "UTCHMMA"} & set(found)
     planned = set(entry["products"]) & {"HMMA", "HGMMA", "UTCHMMA"}
@@ -32,14 +26,15 @@ def fits(name, entry, found):
     programs, launch = entry["programs"], entry["launch"]
     assert programs * found["registers"] * 32 * launch["num_warps"] <= 65536, f"{name}: {programs} do not fit"
     assert programs * (found["shared"] + 1024) <= SHARED[launch["arch"]] * 1024, f"{name}: {programs} do not fit"
+    backward = any(what in name for what in ("ffn_bwd", "gemm dp", "sum_rows"))
+    plan.keeps_to_registers(name, found, stack=128 if backward else 0)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
 def test_compiles_as_planned(name):
     found = ffn_table.measure(ENTRIES[name])
-    fits(name, ENTRIES[name], found)
-    if COMMITTED["triton"] == triton.__version__:
-        assert found == COMMITTED["kernels"][name], "run `python -m tests.aot.ffn_table`"
+    with plan.held(name, found, ffn_table.FILE):
+        fits(name, ENTRIES[name], found)
 
 
 def test_the_table_is_complete_and_as_planned():

@@ -1,0 +1,46 @@
+"""Whether a compiled Triton kernel is what was planned, under the Triton of the committed tables or under another."""
+
+from contextlib import contextmanager
+
+import pytest
+import triton
+
+from tests.aot import table
+
+
+class Spill(AssertionError):
+    """A kernel keeps on a stack what was to stay in registers: which kernels do changes with Triton's releases."""
+
+
+def keeps_to_registers(name, found, stack=0):
+    """Raises Spill where a kernel has more bytes of stack than planned, or a loop that multiplies touches it.
+
+    With bytes planned, ``found`` has to tell about its loops: figures() was given what multiplies.
+    """
+    in_loops = found["stack in loops"] if stack and found["stack"] else 0
+    touched = not stack and {"LDL", "STL"} & set(found)
+    if found["stack"] > stack or found["local"] or in_loops or touched:
+        raise Spill(f"{name} spills: {found}")
+
+
+@contextmanager
+def held(name, found, file):
+    """Around the assertions on the figures of a kernel; then, under the Triton of a table, they must be the table's.
+
+    Under another Triton a Spill becomes an expected failure that names both releases. Any other assertion is as hard
+    there: results that repeat, matrix units, shared memory, registers of as many programs as were planned.
+
+    Args:
+        name: the kernel's entry.
+        found: its figures.
+        file: the committed table.
+    """
+    committed = table.load(file)
+    ours = committed["triton"] == triton.__version__
+    try:
+        yield
+    except Spill as spill:
+        if ours:
+            raise
+        pytest.xfail(f"planned with triton {committed['triton']}, and this is {triton.__version__}: {spill}")
+    assert not ours or found == committed["kernels"][name], f"write {file.name} anew, by the command in its table's .py"
