@@ -420,7 +420,7 @@ def test_double_backward():
                 dq.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask", [None, Mask.causal(), Mask.window(2, 1), torch.eye(5, 7) > 0])
 @pytest.mark.parametrize("key_heads", [2, 4])

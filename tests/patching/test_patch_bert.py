@@ -259,7 +259,7 @@ def test_compiled(backend):
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace")
 def test_traced_by_jit():
     """As the docstring of patch says: without gradients and without the check; the padding stays data."""
     model, (ids, mask) = bert(return_dict=False), batch()
