@@ -25,6 +25,7 @@ from . import limits, measure, record, report, shapes, timing  # noqa: E402
 from .ops import (  # noqa: E402
     bench_attention,
     bench_ffn,
+    bench_int8_ffn,
     bench_int8_linear,
     bench_layer_norm,
     bench_linear,
@@ -41,6 +42,7 @@ SUBJECTS = {
         bench_ffn,
         bench_linear,
         bench_int8_linear,
+        bench_int8_ffn,
         bench_linear_cross_entropy,
     )
 }

@@ -109,6 +109,11 @@ def _probes(op: str) -> dict[str, dict[str, Any]]:
     if op == "linear":
         plain = {"x": x, "weight": torch.zeros(4, 8)}
         return {"": plain, "with gradients": {**plain, "weight": torch.zeros(4, 8, requires_grad=True)}}
+    if op == "int8_ffn":
+        weight, steps = torch.zeros(8, 8, dtype=torch.int8), torch.ones(8)
+        plain = {"x": x, "w1": weight, "scale1": steps, "b1": None, "w2": weight, "scale2": steps, "b2": None}
+        gate = {**plain, "gate": weight, "gate_scale": steps, "activation": "silu"}
+        return {"": plain, "with a gate": gate, "with gradients": {**plain, "x": torch.zeros(2, 8, requires_grad=True)}}
     if op == "int8_linear":
         plain = {"x": x, "weight": torch.zeros(4, 8, dtype=torch.int8), "scale": torch.ones(4)}
         return {"": plain, "with gradients": {**plain, "x": torch.zeros(2, 8, requires_grad=True)}}

@@ -105,6 +105,14 @@ class Ffn(Case):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Int8Ffn(Ffn):
+    """The same with weights of int8, without gradients."""
+
+    op: str = "int8_ffn"
+    passes: tuple[str, ...] = ("infer",)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Linear(Case):
     """(rows, width) -> (rows, out), without gradients."""
 
@@ -251,6 +259,22 @@ def _linear() -> list[Case]:
     ]
 
 
+def _int8_ffn() -> list[Case]:
+    def f(rows: int, width: int, hidden: int, **options) -> Int8Ffn:
+        return Int8Ffn(rows=rows, width=width, hidden=hidden, **options)
+
+    both = ("float32", "bfloat16")
+    return [
+        f(1, 768, 3072),
+        f(16, 512, 2048, activation="relu", dtypes=both),
+        f(64, 384, 1536),
+        f(512, 384, 1536, dtypes=ALL, quick=True, headline=True),
+        f(1024, 768, 3072, dtypes=both, headline=True),
+        f(1024, 512, 1408, activation="silu", gated=True, dtypes=both),
+        f(8192, 384, 1536, dtypes=both, headline=True),
+    ]
+
+
 def _int8_linear() -> list[Case]:
     def n(rows: int, width: int, out: int, dynamic: bool = False, **options) -> Int8Linear:
         return Int8Linear(rows=rows, width=width, out=out, dynamic=dynamic, **options)
@@ -326,7 +350,7 @@ def _norms() -> list[Case]:
 # by the op's stem
 GRID: dict[str, tuple[Case, ...]] = {
     "layer_norm": tuple(_norms()), "attention": tuple(_attention()), "ffn": tuple(_ffn()),
-    "linear": tuple(_linear()), "int8_linear": tuple(_int8_linear()),
+    "linear": tuple(_linear()), "int8_linear": tuple(_int8_linear()), "int8_ffn": tuple(_int8_ffn()),
     "linear_cross_entropy": tuple(_linear_cross_entropy()),
 }  # fmt: skip
 

@@ -176,6 +176,10 @@ def plain_inputs():
         "attention": (lambda backend, x: ops.attention(x, x, x, backend=backend), draw(1, 2, 5, 8, grad=False)),
         "ffn": (lambda backend, x: ops.ffn(x, weight, None, weight, None, backend=backend), rows),
         "linear": (lambda backend, x: ops.linear(x, weight, backend=backend), rows),
+        "int8_ffn": (
+            lambda backend, x: ops.int8_ffn(x, BYTES, torch.ones(8), None, BYTES, torch.ones(8), None, backend=backend),
+            rows,
+        ),
         "int8_linear": (lambda backend, x: ops.int8_linear(x, BYTES, torch.ones(8), backend=backend), rows),
         "linear_cross_entropy": (
             lambda backend, x: ops.linear_cross_entropy(x, weight, torch.tensor([7, 0, 3]), backend=backend),

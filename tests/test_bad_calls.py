@@ -28,7 +28,7 @@ SEEDS += [torch.tensor(7.0), torch.tensor([7])]
 FLAGS = [1, None, "yes"]
 # tensor -> the arguments that a size of it is tied to, whose sentence it may be
 PARTNERS = {"query": ("cu_seqlens_q", "key", "bias"), "key": ("cu_seqlens_k", "value", "query")}
-PARTNERS |= {"x": ("w1", "weight", "target")}
+PARTNERS |= {"x": ("w1", "weight", "target"), "w1": ("scale1",), "w2": ("scale2",), "gate": ("gate_scale",)}
 BACKEND_NAMES = ["cuda:0", "", 3, "CPU", ("cpu",)]
 
 
@@ -74,6 +74,13 @@ def int8_linear(dtype):
     given = linear(dtype)
     weight = (40 * given["weight"].float()).clamp(-127, 127).to(torch.int8)
     return {"x": given["x"], "weight": weight, "scale": torch.full((12,), 0.1), "bias": given["bias"]}
+
+
+def int8_feed_forward(dtype):
+    given = feed_forward(dtype)
+    whole = {name: (40 * given[name].float()).clamp(-127, 127).to(torch.int8) for name in ("w1", "w2", "gate")}
+    steps = {"scale1": torch.full((12,), 0.1), "scale2": torch.full((8,), 0.1), "gate_scale": torch.full((12,), 0.1)}
+    return given | whole | steps
 
 
 def loss(dtype):
@@ -182,6 +189,19 @@ FUNCTIONS = {
         {"x", "weight"},
         {"x", "weight", "bias"},
         {},
+    ),
+    "int8_ffn": (
+        int8_feed_forward,
+        {"x": [2], "w1": [0, 1], "scale1": [0], "b1": [0], "w2": [1], "scale2": [0], "b2": [0], "gate": [0, 1]},
+        {"x"},
+        {"x", "w1", "scale1", "w2", "scale2"},
+        set(),
+        {
+            "activation": ["tanh", "RELU", None, 3, torch.relu],
+            **{name: [torch.zeros(12, 8), torch.zeros(12, 8, dtype=torch.uint8)] for name in ("w1", "gate")},
+            "w2": [torch.zeros(8, 12), torch.zeros(8, 12, dtype=torch.int32)],
+            "scale1": [torch.ones(12, dtype=kind) for kind in (torch.float16, torch.float64)],
+        },
     ),
     "int8_linear": (
         int8_linear,

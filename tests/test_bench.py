@@ -11,12 +11,13 @@ from bench import gate, limits, measure, readme, record, report, shapes, timing
 from bench.ops import (
     bench_attention,
     bench_ffn,
+    bench_int8_ffn,
     bench_int8_linear,
     bench_layer_norm,
     bench_linear,
     bench_linear_cross_entropy,
 )
-from bench.shapes import Attention, Ffn, Int8Linear, Linear, LinearCrossEntropy, Norm
+from bench.shapes import Attention, Ffn, Int8Ffn, Int8Linear, Linear, LinearCrossEntropy, Norm
 from bench.subject import BACKWARD, BOTH, DIRECTIONS, FORWARD, Group, groups
 from tfm_kernels import Mask, _backend
 
@@ -69,6 +70,9 @@ def test_flops_and_bytes():
     assert bench_ffn.bytes_moved(f, 4, FORWARD) == 4 * (2 * 3 * 8 + 2 * 8 * 32)
     lin = Linear(rows=3, width=8, out=5)
     assert bench_linear.flops(lin, FORWARD) == 240 and bench_linear.bytes_moved(lin, 2, FORWARD) == 2 * (24 + 40 + 15)
+    narrow = Int8Ffn(rows=3, width=8, hidden=32, gated=True)
+    assert bench_int8_ffn.flops(narrow, FORWARD) == 6 * 3 * 8 * 32
+    assert bench_int8_ffn.bytes_moved(narrow, 4, FORWARD) == 4 * 2 * 3 * 8 + 3 * 8 * 32
     short = Int8Linear(rows=3, width=8, out=5)
     assert bench_int8_linear.flops(short, FORWARD) == 240
     assert bench_int8_linear.bytes_moved(short, 2, FORWARD) == 2 * (24 + 15) + 40
@@ -124,10 +128,18 @@ def test_a_group_is_measured(subject, case, kind):
     assert found["memory"]["auto"] > 0 and json.loads(json.dumps(found)) == found
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_int8_is_measured_beside_the_layer_of_floats(dynamic):
-    case = Int8Linear(rows=6, width=8, out=5, dynamic=dynamic)
-    found = measure.measure(Group(bench_int8_linear.SUBJECT, case, "bfloat16", "infer"), TINY, MACHINE)
+@pytest.mark.parametrize(
+    "subject, case",
+    [
+        (bench_int8_linear.SUBJECT, Int8Linear(rows=6, width=8, out=5)),
+        (bench_int8_linear.SUBJECT, Int8Linear(rows=6, width=8, out=5, dynamic=True)),
+        (bench_int8_ffn.SUBJECT, Int8Ffn(rows=6, width=8, hidden=16)),
+        (bench_int8_ffn.SUBJECT, Int8Ffn(rows=6, width=8, hidden=16, activation="silu", gated=True)),
+    ],
+    ids=lambda value: getattr(value, "label", ""),
+)
+def test_int8_is_measured_beside_layers_of_floats(subject, case):
+    found = measure.measure(Group(subject, case, "bfloat16", "infer"), TINY, MACHINE)
     assert not found["refused"] and found["chosen"] == "cpu"
     assert {row["implementation"] for row in found["rows"]} == {"torch", "aten", "auto"}
 

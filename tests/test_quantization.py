@@ -61,6 +61,32 @@ def test_a_model_is_that_of_the_rounded_weights(name, scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_feed_forward_blocks_go_by_one_op_where_dynamic(scheme, monkeypatch):
+    calls, original = [], tfk.ops.int8_ffn
+    monkeypatch.setattr(tfk.ops, "int8_ffn", lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
+    gated = nn.Sequential(tfk.nn.FeedForward(8, 16, 0.0, "silu", gated=True))
+    for model, x in (models()["causal"][:2], (gated, (torch.randn(3, 8),))):
+        plain = model.eval()(*x)
+        tfk.quantize(model, scheme)
+        assert distance(model(*x), plain) < 0.05
+    assert len(calls) == (3 if scheme == "int8_dynamic" else 0)
+    gated[0].linear1.register_forward_hook(lambda *_: calls.clear())  # a watched layer is called
+    gated(*x)
+    assert not calls
+
+
+@torch.no_grad()
+def test_a_forced_backend_without_such_kernels_changes_nothing():
+    model = nn.Sequential(tfk.nn.FeedForward(8, 16, 0.0), nn.Linear(8, 4)).eval()
+    tfk.quantize(model, "int8_dynamic")
+    x = torch.randn(3, 8)
+    expected = model(x)
+    with tfk.use_backend("triton"):
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_decoding_with_the_cache_is_decoding_without(scheme):
     torch.manual_seed(0)
     model, inputs, _ = models()["translation"]

@@ -133,6 +133,7 @@ def heads(tokens=12, grad=False):
 ENDS = torch.tensor([0, 3, 12])
 PACKED = [rand(12, 4, 8) for _ in range(3)]
 BIAS = rand(1, 4, 12, 12, grad=True)
+INT8 = torch.ones(48, 48, dtype=torch.int8), torch.ones(48)
 CALLS = {
     "layer_norm": ((x, torch.ones(48), torch.zeros(48)), {}),
     "add_layer_norm": ((rand(6, 8, grad=True), rand(6, 8)), {"dropout_p": 0.1}),
@@ -141,6 +142,8 @@ CALLS = {
     "add_rms_norm": ((x, x), {}),
     "linear": ((rand(4, 8), rand(5, 8)), {}),
     "int8_linear": ((rand(4, 8), torch.ones(5, 8, dtype=torch.int8), torch.ones(5)), {}),
+    "int8_ffn": ((x, *INT8, None, *INT8, rand(48)), {"activation": "gelu"}),
+    "int8_ffn gated": ((x, *INT8, rand(48), *INT8, None), {"gate": INT8[0], "gate_scale": INT8[1]}),
     "int8_linear dynamic": ((x, torch.ones(5, 48, dtype=torch.int8), torch.ones(5), rand(5)), {"dynamic": True}),
     "ffn": ((x, rand(16, 48), None, rand(48, 16), None), {"gate": rand(16, 48), "activation": "silu"}),
     "ffn training": ((rand(6, 8), rand(16, 8, grad=True), rand(16), rand(8, 16), rand(8)), {"dropout_p": 0.1}),

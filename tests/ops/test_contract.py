@@ -79,7 +79,7 @@ def test_small_integers_are_exact(op, dtype, any_backend, device):
             invariance.assert_key_order_free(inputs, any_backend)
 
 
-FORWARD_ONLY = ("linear", "int8_linear")  # test_linear.py and test_int8_linear.py judge their kernels
+FORWARD_ONLY = ("linear", "int8_linear", "int8_ffn")  # tests of their own judge their kernels
 
 
 def small_inputs(op, device, dtype=torch.float32):
@@ -102,6 +102,12 @@ def small_inputs(op, device, dtype=torch.float32):
         }
     if op == "linear":
         return {"x": new(9, 20), "weight": new(33, 20), "bias": new(33)}
+    if op == "int8_ffn":
+        weights = [torch.randint(-128, 128, shape, generator=g) for shape in ((33, 20), (20, 33))]
+        w1, w2 = (weight.to(device, torch.int8) for weight in weights)
+        scale1, scale2 = (torch.full((size,), 0.01, device=device) for size in (33, 20))
+        first, second = {"w1": w1, "scale1": scale1, "b1": new(33)}, {"w2": w2, "scale2": scale2, "b2": new(20)}
+        return {"x": new(9, 20), **first, **second, "activation": "gelu"}
     if op == "int8_linear":
         weight = torch.randint(-128, 128, (33, 20), generator=g, dtype=torch.int8).to(device)
         scale = (0.01 + torch.rand(33, generator=g) / 100).to(device)
@@ -140,7 +146,7 @@ def test_autocast_casts_no_op(op, backend, dtype):
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(plain, cast, strict=True))
     is_loss = op == "linear_cross_entropy"
     assert plain[0].dtype == (torch.promote_types(dtype, torch.float32) if is_loss else dtype)
-    assert {t.dtype for t in plain[1:]} <= {dtype, *([torch.float32] if op == "int8_linear" else [])}  # dscale
+    assert {t.dtype for t in plain[1:]} <= {dtype, *([torch.float32] if op.startswith("int8") else [])}  # steps
 
 
 @pytest.mark.parametrize("op", sorted({*OPS, *FORWARD_ONLY} - {"attention_varlen"}))  # aten's cannot be compiled

@@ -189,10 +189,14 @@ def int8_ffn(
         choice = _CHOICES.keep(key, (_backend.select(OP, call, backend), call))
     name, call = choice
     rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)
+    weights = w1, scale1, b1, w2, scale2, b2
     if name in _FWD:
         index = ACTIVATIONS.index(activation)
-        weights = w1, scale1, b1, w2, scale2, b2, gate, gate_scale
-        return _autograd.shaped_like(_autograd.below_autograd(_FWD[name], rows, *weights, index), x)
-    function = aten.int8_ffn if name == "aten" else reference.int8_ffn
-    y = function(rows, w1, scale1, b1, w2, scale2, b2, activation, gate, gate_scale)
+        y = _autograd.below_autograd(_FWD[name], rows, *weights, gate, gate_scale, index)
+        return _autograd.shaped_like(y, x)
+    if name == "aten":
+        differentiable = call.training or _library.transformed()
+        y = aten.int8_ffn(rows, *weights, activation, gate, gate_scale, differentiable)
+    else:
+        y = reference.int8_ffn(rows, *weights, activation, gate, gate_scale)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)

@@ -172,6 +172,8 @@ def _run(name: str, call: Call, x: Tensor, weight: Tensor, scale: Tensor, bias: 
     if name in _FWD:
         y = _autograd.below_autograd(_FWD[name], rows, weight, scale, bias, call.dynamic)
         return _autograd.shaped_like(y, x)
-    function = aten.int8_linear if name == "aten" else reference.int8_linear
-    y = function(rows, weight, scale, bias, call.dynamic)
+    if name == "aten":
+        y = aten.int8_linear(rows, weight, scale, bias, call.dynamic, call.training or _library.transformed())
+    else:
+        y = reference.int8_linear(rows, weight, scale, bias, call.dynamic)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)

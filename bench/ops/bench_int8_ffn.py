@@ -1,0 +1,77 @@
+"""int8_ffn beside the two linear layers and the activation of floats that a model which is not quantized runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import replay
+from bench.shapes import GRID, Int8Ffn
+from bench.subject import FORWARD, Eager, Group, Subject, drawer
+
+_ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+def arguments(case: Int8Ffn, dtype: str, device: str = "cpu") -> dict[str, Any]:
+    draw = drawer(case.rows * 10007 + case.width, dtype, device)
+
+    def weight(out: int, width: int) -> tuple[Tensor, Tensor]:
+        integers = draw(out, width, scale=40.0).round().clamp(-127, 127).to(torch.int8)
+        return integers, torch.full((out,), width**-0.5 / 40, device=device)
+
+    given: dict[str, Any] = {"x": draw(case.rows, case.width), "activation": case.activation}
+    given["w1"], given["scale1"] = weight(case.hidden, case.width)
+    given["w2"], given["scale2"] = weight(case.width, case.hidden)
+    given["b1"], given["b2"] = draw(case.hidden, scale=0.1), draw(case.width, scale=0.1)
+    if case.gated:
+        given["gate"], given["gate_scale"] = weight(case.hidden, case.width)
+    return given
+
+
+def eager(case: Int8Ffn, given: Mapping[str, Any]) -> Eager:
+    act = _ACTIVATIONS[case.activation]
+
+    def floats(name: str, steps: str) -> Tensor:
+        return (given[name] * given[steps][:, None]).to(given["x"].dtype)
+
+    def plain(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return F.linear(act(F.linear(x, w1, b1)), w2, b2)
+
+    def gated(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, gate: Tensor) -> Tensor:
+        return F.linear(act(F.linear(x, w1, b1)) * F.linear(x, gate), w2, b2)
+
+    tensors = {"x": given["x"], "w1": floats("w1", "scale1"), "b1": given["b1"], "w2": floats("w2", "scale2")}
+    tensors["b2"] = given["b2"]
+    return (gated, tensors | {"gate": floats("gate", "gate_scale")}) if case.gated else (plain, tensors)
+
+
+def proof(case: Int8Ffn) -> Int8Ffn:
+    return replace(case, rows=min(case.rows, 300), width=min(case.width, 96), hidden=min(case.hidden, 160))
+
+
+def flops(case: Int8Ffn, direction: str) -> int:
+    """Two matrix products, three with a gate; nothing is measured in training."""
+    assert direction == FORWARD
+    return (3 if case.gated else 2) * 2 * case.rows * case.width * case.hidden
+
+
+def bytes_moved(case: Int8Ffn, itemsize: int, direction: str) -> int:
+    """x in, the weights, a byte each, and y out."""
+    assert direction == FORWARD
+    return 2 * case.rows * case.width * itemsize + (3 if case.gated else 2) * case.width * case.hidden
+
+
+# eager does not round x and the hidden activation to int8: 1 to 2 % of the norm
+SUBJECT = Subject("int8_ffn", GRID["int8_ffn"], arguments, eager, proof, flops, bytes_moved, lambda case: False)
+
+
+@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
+@pytest.mark.benchmark(timer=replay.CLOCK.now)
+def test_int8_ffn(group: Group, implementation: str, benchmark: Any) -> None:
+    replay.carry(group, implementation, benchmark)
