@@ -14,6 +14,8 @@ from .diagnosis import doctor as doctor
 from .generation import generate as generate
 from .heat_maps import write_heat_maps as write_heat_maps
 from .mask import Mask as Mask
+from .onnx_export import OnnxReport as OnnxReport
+from .onnx_export import export_onnx as export_onnx
 from .patching import PatchReport as PatchReport
 from .patching import patch as patch
 from .patching import unpatch as unpatch

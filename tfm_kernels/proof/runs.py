@@ -132,7 +132,7 @@ def run(
             loss = None if loss_fn is None else loss_fn(result)
         outputs = named_tensors(result)
         done = Run({name: value.detach() for name, value in outputs.items()})
-        done.unknown = {n: type(v).__name__ for n, v in _leaves(result, "output").items() if n not in outputs}
+        done.unknown = others(result)
         done.buffers = {n: b.detach().clone() for n, b in model.named_buffers() if n in before}
         done.changed = {n for n, b in done.buffers.items() if not _same(b, before[n])}
         floating = {name: value for name, value in outputs.items() if value.is_floating_point()}
@@ -174,6 +174,11 @@ def named_tensors(result: Any, name: str = "output") -> dict[str, Tensor]:
     A complex tensor is given as its real and imaginary parts.
     """
     return {key: tensor for key, leaf in _leaves(result, name).items() if (tensor := _tensor(leaf)) is not None}
+
+
+def others(result: Any, name: str = "output") -> dict[str, str]:
+    """Name -> type of what ``named_tensors`` leaves out of a nested result."""
+    return {key: type(leaf).__name__ for key, leaf in _leaves(result, name).items() if _tensor(leaf) is None}
 
 
 def _leaves(result: Any, name: str) -> dict[str, Any]:
