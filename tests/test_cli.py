@@ -13,7 +13,7 @@ import pytest
 from tfm_kernels import cli
 from tfm_kernels.commands import prove
 
-COMMANDS = ("doctor", "prove", "tune", "train", "translate", "generate", "classify", "attention-maps")
+COMMANDS = ("doctor", "prove", "tune", "train", "translate", "generate", "classify", "export", "attention-maps")
 MODEL = """
 import torch
 from torch import nn

@@ -12,21 +12,22 @@ V, VT = 23, 19
 KINDS = ("translation", "classifier", "masked", "causal")
 
 
-def small(kind, *, dtype=None, backend="cpu", **changes):
+def small(kind, *, layers=2, dtype=None, backend="cpu", **changes):
     """A model of few weights; those of norms and biases are random too, so that none is left out unseen."""
     settings = {**SMALL, **changes}
     torch.manual_seed(0)
     build = {"dtype": dtype, "backend": backend}
     if kind == "translation":
         target = V if settings.get("share_embeddings") else VT
-        config = tfk.models.TranslationConfig(V, target, num_encoder_layers=2, num_decoder_layers=2, **settings)
+        stacks = {"num_encoder_layers": layers, "num_decoder_layers": layers}
+        config = tfk.models.TranslationConfig(V, target, **stacks, **settings)
         model = tfk.models.TranslationTransformer(config, **build)
     elif kind == "classifier":
-        model = tfk.models.TransformerClassifier(tfk.models.ClassifierConfig(V, 3, 2, **settings), **build)
+        model = tfk.models.TransformerClassifier(tfk.models.ClassifierConfig(V, 3, layers, **settings), **build)
     elif kind == "masked":
-        model = tfk.models.MaskedLanguageModel(tfk.models.MaskedLanguageConfig(V, 2, **settings), **build)
+        model = tfk.models.MaskedLanguageModel(tfk.models.MaskedLanguageConfig(V, layers, **settings), **build)
     else:
-        model = tfk.models.CausalLanguageModel(tfk.models.CausalLanguageConfig(V, 2, **settings), **build)
+        model = tfk.models.CausalLanguageModel(tfk.models.CausalLanguageConfig(V, layers, **settings), **build)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, float("norm" in name and "weight" in name), 0.3)

@@ -132,6 +132,18 @@ def told() -> Iterator[None]:
         raise CommandError(sentence.removeprefix("ValueError: ")) from error  # the library's sentences name their op
 
 
+def stages(program: str) -> Callable[[str], None]:
+    """Tells stages on stderr: one line that is written over on a terminal, the main stages elsewhere; "" ends it."""
+
+    def tell(stage: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{program}: {stage}" if stage else "\r\033[K", end="", file=sys.stderr, flush=True)
+        elif stage and not stage.startswith("module"):
+            print(f"{program}: {stage}", file=sys.stderr, flush=True)
+
+    return tell
+
+
 def in_one_line(error: BaseException) -> str:
     """An error in one line."""
     text = (str(error).strip().splitlines() or ["no message"])[0]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..proof import prove_patched
 from . import parser, target
-from .parser import CommandError, in_one_line
+from .parser import CommandError, in_one_line, stages
 
 
 def add(commands: Any) -> None:
@@ -46,23 +44,11 @@ def _run(options: argparse.Namespace) -> int:
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     arguments = {"loss_fn": loss_fn, "dtype": dtype, "count": options.steps, "limit": options.limit}
     try:
-        report = prove_patched(model, inputs, **arguments, progress=_progress(options.prog))
+        report = prove_patched(model, inputs, **arguments, progress=stages(options.prog))
     except Exception as error:  # whatever the user's model raises is told in one sentence
         raise CommandError(f"the proof cannot run ({in_one_line(error)})") from error
     finally:
-        _progress(options.prog)("")
+        stages(options.prog)("")
     print(report.table())
     target.write_json(options.json, report)
     return 0 if report.passed else 1
-
-
-def _progress(program: str) -> Callable[[str], None]:
-    """Tells stages on stderr: one line that is written over on a terminal, the main stages elsewhere."""
-
-    def tell(stage: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{program}: {stage}" if stage else "\r\033[K", end="", file=sys.stderr, flush=True)
-        elif stage and not stage.startswith("module"):
-            print(f"{program}: {stage}", file=sys.stderr, flush=True)
-
-    return tell

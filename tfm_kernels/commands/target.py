@@ -19,13 +19,14 @@ from .parser import CommandError, in_one_line
 SENTENCES = 16  # how many lines of a text file make the batch: a float64 run of more takes minutes
 
 
-def declare(command: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Adds the arguments ``target`` and ``sentences``."""
+def declare(command: argparse.ArgumentParser, *, optional: bool = False, run: bool = False) -> None:
+    """Adds the arguments ``target`` and ``sentences``; ``run``: the folder that ``train`` made is a target, too."""
     command.add_argument(
         "target",
         nargs="?" if optional else None,
         help="file.py:function or module:function, a function without arguments that returns (model, inputs) or "
-        "(model, inputs, loss_fn); or the folder of a Hugging Face model",
+        "(model, inputs, loss_fn); or the folder of a Hugging Face model"
+        + ("; or the folder of a run that `train` made" if run else ""),
     )
     command.add_argument(
         "sentences", nargs="?", help=f"with a model folder: a text file, of which the first {SENTENCES} lines are used"

@@ -16,7 +16,8 @@ class Padding(NamedTuple):
 
     Attributes:
         mask: hides the padding from every query; None where there is none.
-        positions: (B, T) int64, how many tokens stand before each one; None where that is its column.
+        positions: (B, T) int64, how many tokens stand before each one, and the column of padding; None where that is
+            the column of all. So what is looked at and what is not gives one result, at padding too.
         keep: (B, T) bool, True at tokens; None where all are tokens.
     """
 
@@ -51,7 +52,7 @@ def padding(ids: Tensor, pad_id: int | None) -> Padding:
     columns = torch.arange(1, ids.shape[1] + 1, device=ids.device)
     last = (keep * columns).amax(1)  # the kernels read no further than the last token
     mask = Mask.lengths(last) & Mask.keep(keep[:, None, None, :])
-    return Padding(mask, (keep.cumsum(1) - 1).clamp(min=0), keep)
+    return Padding(mask, torch.where(keep, keep.cumsum(1), columns) - 1, keep)
 
 
 def readable(ids: Tensor) -> bool:

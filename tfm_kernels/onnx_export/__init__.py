@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import _check
-from ..proof.runs import Call, buffers_kept, named_tensors, others
+from ..proof.runs import Call, named_tensors, others
 from . import axes as dynamic
 from . import tensorrt
 from .call import Flat, FlatCall, output_names
 from .check import Checked, check
 from .file import replaced
-from .plain import plain, within_aten
+from .plain import plain, returned, within_aten
 from .program import captured, limits, reason, tidy, translated
 from .report import OnnxReport as OnnxReport
 from .report import Port as Port
@@ -83,7 +84,20 @@ def export_onnx(
         >>> print(report.inputs[0], "->", report.outputs[0])
         ids int64 (batch, sequence) -> output float32 (batch, sequence, 100)
     """
+    return export_stage_by_stage(model, path, example_inputs, dynamic_axes, opset)
+
+
+def export_stage_by_stage(
+    model: nn.Module,
+    path: str | PathLike[str],
+    example_inputs: Any,
+    dynamic_axes: dynamic.Axes | None = None,
+    opset: int = 20,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> OnnxReport:
+    """export_onnx() with a function that is told of each stage."""
     call = _checked(model, path, example_inputs, opset)
+    progress("copying")
     copied, file = plain(model), Path(fspath(path)).absolute()
     flat_call = FlatCall.of(copied, call)
     if not flat_call.tensors:
@@ -92,15 +106,19 @@ def export_onnx(
     with replaced(file) as write:
         outputs, notes = _outputs(copied, flat_call)
         flat = Flat(copied, flat_call)
+        progress("tracing")
         program = captured(flat, dynamic.widened(flat_call, axes), axes)
         shapes = dynamic.symbols(program)
         named = dynamic.names(flat_call, shapes, axes)
+        progress("translating")
         graph = translated(program, flat_call.names, output_names(outputs, flat_call.names), named, opset)
         tensorrt.count_in_float(graph)
         tidy(graph)
+        progress("writing")
         written = write(graph)
         _check_form(written, graph)
         sizes = dynamic.others(flat_call, shapes, limits(program))
+        progress("running the file, and PyTorch in float64")
         checked = check(written, copied, flat_call, sizes, _dtype(copied))
         _judge(checked)
     ports = [tuple(_port(value) for value in values) for values in (graph.graph.inputs, graph.graph.outputs)]
@@ -149,9 +167,8 @@ def _dtype(model: nn.Module) -> torch.dtype:
 def _outputs(model: nn.Module, call: FlatCall) -> tuple[dict[str, Tensor], list[str]]:
     """What the plain copy gives, and notes of what no file can give."""
     try:
-        example = call.call()
-        with within_aten(), buffers_kept(model):
-            result = model(*example.args, **example.kwargs)
+        with within_aten():
+            result = returned(model, call.call())
     except Exception as error:  # whatever the model raises
         name = type(model).__name__
         raise RuntimeError(f"export_onnx: {name} cannot run example_inputs ({reason(error)})") from error

@@ -16,9 +16,9 @@ from .._backend import use_backend
 from ..proof import precision
 from ..proof.report import Row
 from ..proof.rule import Judge
-from ..proof.runs import forward
+from ..proof.runs import named_tensors
 from .call import FlatCall
-from .plain import within_aten
+from .plain import returned, within_aten
 from .program import reason
 
 LIMIT = 1.05  # prove()'s own
@@ -72,14 +72,14 @@ def check(file: Path, model: nn.Module, call: FlatCall, others: Sequence[Any], d
         at = ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(call.names, shapes, strict=True))
         try:
             with within_aten():
-                own = forward(model, sized.call())
+                own = named_tensors(returned(model, sized.call()))
         except Exception as error:  # a size that the model does not take
             if shapes == call.shapes:
                 raise
             notes.append(f"not tried at {at}, where PyTorch fails itself ({reason(error)})")
             continue
-        with torch.no_grad(), use_backend("reference"), precision.exactly(dtype):
-            right = forward(exact, sized.call().to(torch.float64))
+        with use_backend("reference"), precision.exactly(dtype):
+            right = named_tensors(returned(exact, sized.call().to(torch.float64)))
         outputs = dict(zip(own, _run(session, sized, at), strict=True))
         for name in own:
             where = f"{name} at {at}"

@@ -16,6 +16,7 @@ from torch import nn
 
 from .. import patching
 from .._backend import use_backend
+from ..proof.runs import Call, buffers_kept
 
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
@@ -39,6 +40,12 @@ def _without_looking(stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
         if hint in call.signature.parameters and call.arguments.get(hint) is None:
             call.arguments[hint] = False
     return call.args, call.kwargs
+
+
+def returned(model: nn.Module, call: Call) -> Any:
+    """What a call returns; buffers that it changes are put back."""
+    with torch.no_grad(), buffers_kept(model):
+        return model(*call.args, **call.kwargs)
 
 
 @contextmanager

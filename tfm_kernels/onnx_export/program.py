@@ -70,7 +70,9 @@ def translated(
 
 
 def tidy(model: Any) -> None:
-    """Weights under the names that the user's model has, and no traces of the files it was made from."""
+    """Weights under the names that the user's model has, fixed sizes as numbers, no traces of the code it came from."""
+    import onnx_ir
+
     for value in list(model.graph.initializers.values()):
         value.name = value.name.removeprefix("model.")
     model.producer_name = "tfm_kernels"
@@ -79,10 +81,16 @@ def tidy(model: Any) -> None:
     for node in model.graph.all_nodes():
         node.doc_string = None
         node.metadata_props.clear()
-        for value in node.outputs:
-            value.metadata_props.clear()
-    for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()):
+    nodes = [value for node in model.graph.all_nodes() for value in node.outputs]
+    for value in (*model.graph.inputs, *nodes, *model.graph.initializers.values()):
         value.metadata_props.clear()
+        if value.shape is not None:  # an axis that turned out fixed is still a symbol, called "16"
+            value.shape = onnx_ir.Shape([_number(size) for size in value.shape])
+
+
+def _number(size: Any) -> Any:
+    words = str(getattr(size, "value", size))
+    return int(words) if words.isdigit() else size
 
 
 def limits(program: ExportedProgram) -> dict[str, tuple[float, float]]:

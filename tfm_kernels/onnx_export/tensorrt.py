@@ -59,8 +59,9 @@ def count_in_float(model: Any) -> None:
         back = ir.node("Cast", [result], {"to": result.dtype}, name=f"{node.name}_as_integers")
         for cast, dtype in ((widened, ir.DataType.FLOAT), (back, result.dtype)):
             cast.outputs[0].name, cast.outputs[0].dtype, cast.outputs[0].shape = cast.name, dtype, result.shape
-        ir.convenience.replace_all_uses_with(result, back.outputs[0])
+        ir.convenience.replace_all_uses_with(result, back.outputs[0], replace_graph_outputs=True)
         back.replace_input_with(0, result)
+        result.name, back.outputs[0].name = f"{node.name}_of_floats", result.name
         node.replace_input_with(0, widened.outputs[0])
         result.dtype = ir.DataType.FLOAT
         node.graph.insert_before(node, widened)
