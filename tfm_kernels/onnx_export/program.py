@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ def captured(flat: Flat, call: FlatCall, axes: dynamic.Axes | None) -> ExportedP
         with within_aten(), quiet():
             return torch.export.export(flat, call.tensors, dynamic_shapes=told, strict=False)
     except Exception as error:  # whatever the model raises
+        why = "its code asks for the values of a tensor" if _asked_for_values(error) else reason(error)
         name = type(flat.model).__name__
-        raise RuntimeError(f"export_onnx: {name} cannot be captured by torch.export ({reason(error)})") from error
+        raise RuntimeError(f"export_onnx: {name} cannot be captured by torch.export ({why})") from error
 
 
 def translated(
@@ -104,6 +106,12 @@ def limits(program: ExportedProgram) -> dict[str, tuple[float, float]]:
     return found
 
 
+def _asked_for_values(error: BaseException | None) -> bool:
+    while error is not None and type(error).__name__ != "GuardOnDataDependentSymNode":
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def reason(error: BaseException) -> str:
     """The line that tells what went wrong: of the first cause, for those around it say where."""
     while error.__cause__ is not None:
@@ -120,7 +128,7 @@ def quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # where a failed trace is printed
             warnings.simplefilter("ignore")
             yield
     finally:
