@@ -3,6 +3,7 @@
 import copy
 import math
 import resource
+import subprocess
 import sys
 
 import onnx
@@ -196,6 +197,35 @@ def test_the_check_finds_what_is_right_at_one_size_alone(tmp_path):
         tfk.export_onnx(Baked(), tmp_path / "model.onnx", torch.randn(3, 5))
 
 
+class Four(nn.Module):
+    """Takes four rows, which a trace does not notice."""
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling() and len(x) != 4:
+            raise ValueError("not so many")
+        return x + 1
+
+
+def test_a_file_that_ran_at_one_size_alone_says_so(tmp_path):
+    report = tfk.export_onnx(Four(), tmp_path / "model.onnx", torch.randn(4, 3))
+    assert report.sizes == (((4, 3),),) and report.inputs[0].shape == ("x_0", "x_1")
+    assert report.notes[-1] == "axes may vary, but it was run at the sizes of the examples alone"
+    assert all("where PyTorch fails itself (ValueError: not so many)" in note for note in report.notes[:-1])
+    assert len(report.notes) == 4 and all(note in str(report) for note in report.notes)
+
+
+class Twice(nn.Module):
+    def forward(self, x, y):
+        return x + y.repeat(2, 1)
+
+
+def test_an_axis_that_is_twice_another(tmp_path):
+    report = tfk.export_onnx(Twice(), tmp_path / "model.onnx", (torch.randn(6, 4), torch.randn(3, 4)))
+    assert report.inputs[0].shape == ("2*y_0", "x_1") and len(report.sizes) == 4
+    for rows in (1, 2, 5):
+        assert_is(report.path, Twice(), x=torch.randn(2 * rows, 4), y=torch.randn(rows, 4))
+
+
 @pytest.fixture
 def linear():
     torch.manual_seed(0)
@@ -284,6 +314,11 @@ def test_without_a_runtime_the_report_says_that_nothing_ran(tmp_path, linear, mo
 def without(monkeypatch, *names):
     for module in (onnx_export, sys.modules["tfm_kernels.onnx_export.check"]):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name in names else object())
+
+
+def test_importing_the_package_loads_nothing_of_this():
+    code = "import sys, tfm_kernels; print([name for name in ('onnx', 'onnx_ir', 'sympy') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_missing_packages_are_one_sentence_that_names_the_extra(tmp_path, linear, monkeypatch):

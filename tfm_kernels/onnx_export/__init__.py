@@ -132,7 +132,7 @@ def export_stage_by_stage(
         sizes=() if checked is None else checked.sizes,
         worst=None if checked is None else max(checked.rows, key=lambda row: row.load),
         remarks=tensorrt.remarks(graph, opset),
-        notes=(*notes, *(() if checked is None else checked.notes)),
+        notes=(*notes, *_notes(checked, bool(named))),
     )
 
 
@@ -201,6 +201,14 @@ def _judge(checked: Checked | None) -> None:
     worst = max(checked.rows, key=lambda row: row.load)
     if not worst.passed:
         raise RuntimeError(f"export_onnx: the exported file does not give the model's outputs: {worst}")
+
+
+def _notes(checked: Checked | None, varies: bool) -> list[str]:
+    """What running the file left open."""
+    if checked is None:
+        return []
+    alone = ["axes may vary, but it was run at the sizes of the examples alone"] if varies else []
+    return checked.notes + (alone if len(checked.sizes) == 1 else [])
 
 
 def _port(value: Any) -> Port:

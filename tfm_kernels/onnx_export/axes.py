@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,7 +127,7 @@ def others(
         limits: symbol -> least and largest size.
 
     Returns:
-        Up to three lists of shapes; none where nothing may vary.
+        Up to three lists of shapes; none where nothing may vary, or where a size is made of others that no axis has.
     """
     alike: dict[tuple[int, int], str] = {}
     vary: dict[str, str] = {}
@@ -136,12 +137,20 @@ def others(
             if isinstance(symbol, str) and symbol.isidentifier():
                 vary.setdefault(symbol, alike.setdefault((axis, actual[axis]), symbol))
                 sizes.setdefault(symbol, actual[axis])
-    if not vary or any(isinstance(size, str) and not size.isidentifier() for shape in shapes for size in shape):
+    parts = {part for shape in shapes for size in shape for part in re.findall(r"[A-Za-z_]\w*", str(size))}
+    if not vary or not parts <= vary.keys():
         return []
     order = {symbol: number for number, symbol in enumerate(dict.fromkeys(vary.values()))}
     tried = []
     for change in (lambda size, number: size + 1 + number, lambda size, number: max(size - 1, 1), lambda *_: 1):
         sized = {symbol: change(sizes[symbol], order[first]) for symbol, first in vary.items()}
         if all(limits.get(symbol, (0, torch.inf))[1] >= size for symbol, size in sized.items()):
-            tried.append([tuple(size if isinstance(size, int) else sized[size] for size in shape) for shape in shapes])
+            tried.append([tuple(_number(size, sized) for size in shape) for shape in shapes])
     return [each for number, each in enumerate(tried) if each not in tried[:number]]
+
+
+def _number(size: int | str, sized: Mapping[str, int]) -> int:
+    """A size, or what a symbol or a formula of symbols is at those sizes."""
+    import sympy  # torch brings it, and takes half a second to load it where it is needed
+
+    return int(sympy.sympify(str(size), locals={symbol: sympy.Integer(value) for symbol, value in sized.items()}))
