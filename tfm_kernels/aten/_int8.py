@@ -21,7 +21,8 @@ def dynamic_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
         x = x + (integers * step - x).detach()  # the rounding has no gradient of its own
         y = F.linear(x, weight.to(x.dtype)) * scale
     else:
-        y = _product(integers, weight) * (step * scale)
+        # in this order: onnxruntime fuses the product with the factor behind it, which it takes for one of columns
+        y = _product(integers, weight) * scale * step
     return y if bias is None else y + bias
 
 

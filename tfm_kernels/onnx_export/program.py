@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from . import attention, integers
 from . import axes as dynamic
-from .attention import translations
 from .call import Flat, FlatCall
 from .plain import within_aten
 
@@ -60,7 +60,7 @@ def translated(
             model = torch.onnx.export(
                 program, (), dynamo=True, input_names=list(inputs), output_names=list(outputs), opset_version=opset,
                 dynamic_shapes={"tensors": shapes} if any(shapes) else None, verbose=False,
-                custom_translation_table=translations(),
+                custom_translation_table={**attention.translations(), **integers.translations()},
             ).model  # type: ignore[union-attr]  # fmt: skip
     except Exception as error:  # the exporter's many kinds
         raise RuntimeError(f"export_onnx: torch.onnx.export cannot translate the model ({reason(error)})") from error
