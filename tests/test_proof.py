@@ -231,32 +231,6 @@ def test_a_model_whose_only_output_is_its_loss(model):
     assert report.culprits == ["model.blocks.1.norm2"]
 
 
-def test_padded_positions_that_were_not_computed_are_left_out():
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 3)
-
-        def forward(self, x, attention_mask):
-            x = self.norm(x)
-            return x, self.head(x)
-
-    class Packed(nn.LayerNorm):
-        def forward(self, x):
-            return super().forward(x) * mask.unsqueeze(-1)
-
-    def patch(model):
-        model.norm.__class__ = Packed
-
-    torch.manual_seed(0)
-    mask = (torch.arange(10) < torch.tensor([[10], [4], [7]])).long()
-    report = prove_patched(Encoder(), {"x": torch.randn(3, 10, 32), "attention_mask": mask}, patch=patch)
-    whole = [row for row in report.rows if row.kind != "module"]
-    assert all(row.passed for row in whole), report.table()
-    assert {row.elements for row in whole if row.kind == "output"} == {21 * 32, 21 * 3}
-    assert any("9 of 30 positions are padding" in note for note in report.notes)
-
-
 def test_the_report_as_text_and_json(model):
     report = prove_patched(model, inputs(), dtype=torch.bfloat16, patch=spoiled("blocks.1.norm2", TooLarge))
     told = json.loads(report.to_json())

@@ -24,19 +24,21 @@ class Packed:
         cu_seqlens: (B + 1,) int32, where each sequence begins among the packed tokens, and where the last one ends.
         batch: B.
         length: T, the padded length; dropout counts its rows by it, so that the padded run has the same masks.
+        batch_first: whether the padded batch lies as (B, T, E), else as (T, B, E).
     """
 
     index: Tensor
     cu_seqlens: Tensor
     batch: int
     length: int
+    batch_first: bool = True
 
     @staticmethod
-    def of(keep: Tensor) -> Packed:
+    def of(keep: Tensor, batch_first: bool = True) -> Packed:
         """The packing of a batch whose tokens are where ``keep`` (B, T), bool, is True."""
         batch, length = keep.shape
         cu_seqlens = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0)).int()
-        return Packed(keep.flatten().nonzero().squeeze(1), cu_seqlens, batch, length)
+        return Packed(keep.flatten().nonzero().squeeze(1), cu_seqlens, batch, length, batch_first)
 
     def to(self, device: torch.device | str) -> Packed:
         """The same packing with its tensors on ``device``."""
@@ -44,12 +46,20 @@ class Packed:
 
     def pack(self, x: Tensor) -> Tensor:
         """(B, T, E) -> (1, total, E)."""
+        x = x if self.batch_first else x.transpose(0, 1)
         return x.reshape(self.batch * self.length, -1).index_select(0, self.index).unsqueeze(0)
 
     def unpack(self, x: Tensor) -> Tensor:
         """(1, total, E) -> (B, T, E), with 0 where there is padding."""
         padded = x.new_zeros(self.batch * self.length, x.shape[-1])
-        return padded.index_copy_(0, self.index, x[0]).view(self.batch, self.length, -1)
+        padded = padded.index_copy_(0, self.index, x[0]).view(self.batch, self.length, -1)
+        return padded if self.batch_first else padded.transpose(0, 1)
+
+    def padding(self) -> Tensor:
+        """(B, T) bool, laid out as the padded batch: True where there is no token, and ``unpack`` gives 0."""
+        hidden = self.index.new_ones(self.batch * self.length, dtype=torch.bool)
+        hidden = hidden.index_fill_(0, self.index, False).view(self.batch, self.length)
+        return hidden if self.batch_first else hidden.T
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Self-attention within each sequence: (1, H, total, D) thrice -> (1, H, total, D)."""
@@ -59,6 +69,9 @@ class Packed:
         return out.transpose(0, 1).unsqueeze(0)
 
 
+WATCHERS: list[Callable[[nn.Module, Packed], None]] = []  # each is told of every stack that is about to run packed
+
+
 def packing(
     stack: nn.Module,
     mask: object,
@@ -66,6 +79,8 @@ def packing(
     layers: Iterable[nn.Module],
     why_not: Callable[[Any], str | None],
     reason: str | None = None,
+    *,
+    batch_first: bool = True,
 ) -> Packed | None:
     """How the batch ``x`` (B, T, E) of a fused stack of layers runs packed, or None where it runs padded.
 
@@ -76,10 +91,12 @@ def packing(
         layers: its layers; each has to be fused, and nobody may watch what goes into it and out.
         why_not: why_not(layer) tells what keeps a layer from running fused, or None.
         reason: what keeps the stack itself from it, if anything does.
+        batch_first: whether ``x`` lies so; else it is (T, B, E).
     """
     if mask is None or not options(stack).packed or guard.tracing(x) or x.numel() == 0:
         return None
-    keep = _key_padding(mask, *x.shape[:2])
+    batch, length = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    keep = _key_padding(mask, batch, length)
     if not isinstance(mask, Mask):
         reason = reason or "its mask is a matrix, which may hide more than padding"
     elif keep is None:
@@ -95,7 +112,10 @@ def packing(
             break
     if reason is None:
         assert keep is not None
-        return Packed.of(keep)
+        packed = Packed.of(keep, batch_first)
+        for watcher in WATCHERS:
+            watcher(stack, packed)
+        return packed
     fell_back(stack, reason)
     return None
 

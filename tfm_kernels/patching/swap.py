@@ -11,7 +11,8 @@ import copyreg
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +137,19 @@ def fell_back(module: nn.Module, reason: str | None) -> bool:
         counts = _fallbacks.setdefault(module, {})
         counts[reason] = counts.get(reason, 0) + 1
     return reason is not None
+
+
+@contextmanager
+def unnoted(model: nn.Module) -> Iterator[None]:
+    """Within the block no module of the model notes that it runs its original code: for calls that nobody asked for."""
+    before = {module: fallbacks(module) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, counts in before.items():
+            _fallbacks.pop(module, None)
+            if counts:
+                _fallbacks[module] = counts
 
 
 def fallbacks(module: nn.Module) -> dict[str, int]:

@@ -75,21 +75,20 @@ def _fuse(original: type) -> type:
             if packs and (mask is None or hint):
                 assert padding is not None
                 batch_first = self.layers[0].self_attn.batch_first if len(self.layers) else True
-                x = src if batch_first else src.transpose(0, 1)
                 hidden = Mask.hide(padding[:, None, None, :])
-                packed = packing(self, hidden, x, self.layers, _why_not, padded or _why_not_norm(self))
+                reason = padded or _why_not_norm(self)
+                packed = packing(self, hidden, src, self.layers, _why_not, reason, batch_first=batch_first)
                 if packed is not None:
-                    x = packed.unpack(_run(self, packed, x, hint, batch_first))
-                    return x if batch_first else x.transpose(0, 1)
+                    return packed.unpack(_run(self, packed, src, hint))
             return super().forward(src, mask, padding, is_causal)
 
     return Fused
 
 
-def _run(stack: Any, packed: Packed, x: Tensor, causal: bool, batch_first: bool) -> Tensor:
+def _run(stack: Any, packed: Packed, x: Tensor, causal: bool) -> Tensor:
     """All layers and the final norm on the packed tokens of ``x`` (B, T, E), with the padded run's dropout masks."""
     rows = packed.index
-    if not batch_first:  # the padded run counts its rows as (t, b)
+    if not packed.batch_first:  # the padded run counts its rows as (t, b)
         rows = rows % packed.length * packed.batch + rows // packed.length
     x, pending = packed.pack(x), None  # pending: a sublayer's output and dropout, whose sum waits for the next norm
     for layer in stack.layers:

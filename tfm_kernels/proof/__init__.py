@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +12,14 @@ from torch import Tensor, nn
 
 from .. import patching
 from ..patching import frozen, swap
-from . import modules, precision, steps
+from . import modules, padding, steps
+from .repeated import call_repeatedly
+from .repeated import compare as compare_repeated
 from .report import ProofReport as ProofReport
 from .report import Row as Row
 from .rule import Judge, typical_error
-from .runs import Call, forward
-from .side_by_side import Models, PatchedFails, Trio, padding_of, run_three, without_padding
+from .runs import Call
+from .side_by_side import Models, Originals, PatchedFails, Trio, run_three, told_apart
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -105,53 +105,48 @@ def prove_patched(
     names = modules.replaced(stock, patched)
     report = ProofReport(type(model).__name__, str(own)[6:], float(limit), model.training, names)
     report.options = patching.settings(patched)
-    kept = [] if model.training else [module for module in patched.modules() if frozen.thaw(module)]
     if not names:
         report.notes.append("nothing was replaced: both models run the same code")
 
     models = Models(exact, stock, patched)
     try:
-        trio = run_three(models, call, own, loss_fn, progress)
+        progress("patched model without a graph")
+        with told_apart(models, call, own, loss_fn):
+            repeated = call_repeatedly(patched, call)
+        left_out = repeated.left_out
+        _thaw(patched, report.notes)
+        progress("original in float64, recording the inputs of the replaced modules")
+        raw, calls, notes = modules.record(exact, call, names, own, loss_fn)
+        trio = run_three(models, call, own, left_out, loss_fn, raw.outputs, progress)
     except PatchedFails as error:
         raise RuntimeError(f"prove: the patched {report.model} fails where the original runs: {error}") from error
-    for name, mask in trio.ignored.items():
-        report.notes.append(f"{name}: {int(mask.sum())} of {mask.numel()} positions are padding and not compared")
+    repeated.look()
+    report.rows += padding.reads(raw, trio.exact, left_out, trio.reached, with_loss=loss_fn is not None)
+    report.notes += padding.notes(trio.ignored)
     typical = typical_error(trio.exact.gradients, trio.stock.gradients)
-    report.rows += judge.compare("output", *trio.outputs(), module="", typical=typical)
-    unseen = _not_compared(trio, {row.tensor for row in report.rows})
-    if not report.rows:
+    outputs = judge.compare("output", *trio.outputs(), module="", typical=typical)
+    unseen = _not_compared(trio, {row.tensor for row in outputs})
+    if not outputs:
         reason = "; ".join(unseen) or "it gives no tensor"
         raise ValueError(f"prove: no output of {report.model} can be compared: {reason}")
+    report.rows += outputs
     report.notes += [f"{each}, which is not compared" for each in unseen]
-    if not model.training:
-        progress("patched model without a graph")
-        with _frozen_again(kept, report.notes), torch.no_grad():
-            plain = forward(patched, call.to(None))
-        ignored = padding_of(plain, stock, call)
-        outputs = [without_padding(values, ignored) for values in (trio.exact.outputs, trio.stock.outputs, plain)]
-        renamed = [{f"{name}, no_grad": value for name, value in values.items()} for values in outputs]
-        report.rows += judge.compare("output", *renamed, module="", typical=typical)
+    plain = trio.exact.outputs, trio.stock.outputs, repeated.first.copies
+    renamed = [{f"{name}, no_grad": value for name, value in values.items()} for values in plain]
+    report.rows += judge.compare("output", *renamed, module="", typical=typical)
+    report.rows += compare_repeated(repeated, stock, call)
+    del repeated
     for name, module in patched.named_modules():
         found = swap.fallbacks(module)
         report.notes += [f"{name or 'the model'} ran its original code, because {reason}" for reason in found]
     report.rows += judge.compare("buffer", *trio.buffers(), typical=typical)
     report.rows += judge.compare("gradient", *trio.gradients(), rows_summed=trio.rows, no_more=True)
 
-    if names:
-        progress("recording the inputs of the replaced modules")
-        calls, notes = modules.record(exact, call.to(torch.float64), names, own)
-        report.notes += notes
-        report.rows += modules.compare_alone(models, calls, judge, report.notes, progress)
+    report.notes += notes
+    report.rows += modules.compare_alone(models, calls, judge, report.notes, progress)
     if count:
-        rate = steps.learning_rate(exact, trio.exact.gradients)
-        paths = []
-        for what, each, width, within in (
-            ("float64", exact, torch.float64, functools.partial(precision.exactly, own)),
-            ("original", stock, None, precision.in_its_own_dtype),
-            ("patched", patched, None, contextlib.nullcontext),
-        ):
-            tell = lambda stage, what=what: progress(f"{what}, {stage}")  # noqa: E731
-            paths.append(steps.train(each, call.to(width), own, count, rate, loss_fn, trio.ignored, tell, within))
+        originals = Originals(models, left_out, own)
+        paths = steps.train_all(originals, call, count, trio.exact.gradients, loss_fn, trio.ignored, progress)
         report.rows += judge.compare("step", *(path.losses for path in paths), module="", typical=typical)
         report.rows += judge.compare("step", *(path.moves for path in paths), no_more=True)
     report.seconds = time.perf_counter() - started
@@ -167,19 +162,16 @@ def _not_compared(trio: Trio, compared: set[str]) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def _frozen_again(modules: list[nn.Module], notes: list[str]) -> Iterator[None]:
-    """Modules that the model came with frozen are so within the block; a note says what that proves."""
-    for module in modules:
-        frozen.freeze(module)
-    yield
-    if modules:
-        used = sum(frozen.nbytes(module) > 0 for module in modules)
+def _thaw(patched: nn.Module, notes: list[str]) -> None:
+    """Gives the weights of a model that came frozen free for all that needs gradients; a note says what that proves."""
+    used = {module: frozen.nbytes(module) > 0 for module in patched.modules() if frozen.is_frozen(module)}
+    if used:
         notes.append(
-            f"the outputs without a graph are the frozen model's ({used} of {len(modules)} frozen modules packed their "
-            "weight for this call); it has no gradients, so all else is that of the same patch without freeze=True"
+            f"the outputs without a graph are the frozen model's ({sum(used.values())} of {len(used)} frozen modules "
+            "packed their weight for this call); it has no gradients, so all else is that of the same patch without "
+            "freeze=True"
         )
-    for module in modules:
+    for module in used:
         frozen.thaw(module)
 
 

@@ -6,6 +6,7 @@ fusion off, so the inputs are recorded in a float64 run of the original.
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -14,12 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..testing.same_dropout import same_dropout
 from . import precision
 from .report import Row
 from .rule import Judge
-from .runs import SEED, Call, buffers_kept, device_of, seeded
-from .side_by_side import Models, PatchedFails, first_line, run_three
+from .runs import Call, Run, run
+from .side_by_side import Models, PatchedFails, first_line, not_autocast, run_alone
 
 
 def replaced(original: nn.Module, patched: nn.Module) -> list[str]:
@@ -50,13 +50,16 @@ def _attention_of(module: nn.Module) -> Any:
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
-def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -> tuple[dict[str, Call], list[str]]:
-    """Runs the float64 model once and keeps the arguments of the first call of each module, in ``dtype``.
+def record(
+    model: nn.Module, call: Call, names: list[str], dtype: torch.dtype, loss_fn: Callable | None = None
+) -> tuple[Run, dict[str, Call], list[str]]:
+    """Runs the float64 model once, as it is, and keeps the arguments of the first call of each module, in ``dtype``.
 
     All floating ones are made to require gradients.
 
     Returns:
-        name -> arguments, and a note for each module whose arguments could not be kept.
+        What the run gave, without gradients; name -> arguments; a note for each module whose arguments could not be
+        kept.
     """
     calls: dict[str, Call] = {}
     notes: list[str] = []
@@ -74,10 +77,10 @@ def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -
         handles.append(model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True))
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it would pass the children of a layer by
-    device = device_of(model, call)
     try:
-        with torch.no_grad(), seeded(SEED, device), same_dropout(device), buffers_kept(model), precision.exactly(dtype):
-            model(*call.args, **call.kwargs)
+        with torch.no_grad(), not_autocast(model, call):
+            exactly = functools.partial(precision.exactly, dtype)
+            raw = run(model, call.to(torch.float64), dtype, loss_fn=loss_fn, within=exactly)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for handle in handles:
@@ -86,7 +89,7 @@ def record(model: nn.Module, call: Call, names: list[str], dtype: torch.dtype) -
         f"{name} was not fed alone: this call of the model does not reach it" for name in names if name not in calls
     ]
     kept = {name: call for name, call in calls.items() if "uncopied" not in call.kwargs}
-    return {name: call.to(dtype, all_gradients=True) for name, call in kept.items()}, notes
+    return raw, {name: call.to(dtype, all_gradients=True) for name, call in kept.items()}, notes
 
 
 def compare_alone(
@@ -110,7 +113,7 @@ def compare_alone(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                trio = run_three(models.at(name), call, judge.dtype)
+                trio = run_alone(models.at(name), call, judge.dtype)
         except PatchedFails as error:
             yield Row(
                 "module", name, "call", 0, 0.0, float("inf"), 0.0, "form", f"fails where the original runs ({error})"

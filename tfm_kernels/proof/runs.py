@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,9 +17,6 @@ from .. import _check
 from ..testing.same_dropout import same_dropout
 
 SEED = 20170612  # of the dropout masks and the random weights of the outputs
-
-
-_NOTHING: Mapping[str, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -62,23 +58,13 @@ class Call:
         named = named_tensors({**dict(enumerate(self.args)), **self.kwargs}, "input")
         return {name: value for name, value in named.items() if value.requires_grad}
 
-    def named(self, model: nn.Module) -> dict[str, Any]:
-        """The arguments by the names that the model's forward gives them."""
-        try:
-            bound = inspect.signature(model.forward).bind_partial(*self.args, **self.kwargs)
-        except (TypeError, ValueError):
-            return dict(self.kwargs)
-        variable = {p.name for p in bound.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
-        flat = {name: value for name, value in bound.arguments.items() if name not in variable}
-        return {**flat, **{k: v for name in variable for k, v in bound.arguments.get(name, {}).items()}}
-
 
 @dataclass
 class Run:
     """What one run gave.
 
     Attributes:
-        outputs: name -> output, detached.
+        outputs: name -> output, detached, as the forward gave it.
         gradients: name -> gradient of a parameter or input; parameters without one are left out.
         loss: the loss in float64, where the gradients are those of a loss.
         unknown: name -> type of what is neither a tensor nor a number, nor holds such.
@@ -94,11 +80,34 @@ class Run:
     changed: set[str] = field(default_factory=set)
 
 
-def forward(model: nn.Module, call: Call, *, seed: int = SEED) -> dict[str, Tensor]:
-    """The outputs, by name, detached."""
+@dataclass
+class Returned:
+    """What one call without a graph returned.
+
+    Attributes:
+        outputs: name -> output, in the memory in which the model returned it.
+        copies: name -> copy, made then.
+    """
+
+    outputs: dict[str, Tensor]
+    copies: dict[str, Tensor]
+
+    def overwritten(self) -> set[str]:
+        """Names of the outputs that no longer hold what they held."""
+        return differing(self.outputs, self.copies)
+
+
+def forward(model: nn.Module, call: Call, *, seed: int = SEED) -> Returned:
+    """One call without a graph."""
     device = device_of(model, call)
-    with seeded(seed, device), same_dropout(device), buffers_kept(model):
-        return {name: value.detach() for name, value in named_tensors(model(*call.args, **call.kwargs)).items()}
+    with torch.no_grad(), seeded(seed, device), same_dropout(device), buffers_kept(model):
+        outputs = {name: value.detach() for name, value in named_tensors(model(*call.args, **call.kwargs)).items()}
+        return Returned(outputs, {name: value.clone() for name, value in outputs.items()})
+
+
+def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> set[str]:
+    """Names of the tensors that are not the same, bit by bit, in both."""
+    return {name for name in a.keys() | b.keys() if name not in a or name not in b or not same(a[name], b[name])}
 
 
 def run(
@@ -108,7 +117,7 @@ def run(
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
     only: Collection[str] | None = None,
-    ignored: Mapping[str, Tensor] = _NOTHING,
+    ignored: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda outputs: {},
     seed: int = SEED,
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Run:
@@ -120,9 +129,9 @@ def run(
         dtype: the dtype the random weights of the outputs are rounded to.
         loss_fn: gives the scalar that is differentiated; None takes a fixed random weighting of every output.
         only: the outputs that are weighted, by name; None takes all.
-        ignored: output -> bool over its leading axes, True at padding, which weighs nothing.
+        ignored: from the outputs, output -> bool over its leading axes, True at padding, which weighs nothing.
         seed: of the dropout masks.
-        within: gives the context that the model and ``loss_fn`` are called in.
+        within: gives the context that the model and ``loss_fn`` are called in, and again the backward.
     """
     model.zero_grad(set_to_none=True)
     device = device_of(model, call)
@@ -131,10 +140,10 @@ def run(
             result = model(*call.args, **call.kwargs)
             loss = None if loss_fn is None else loss_fn(result)
         outputs = named_tensors(result)
-        done = Run({name: value.detach() for name, value in outputs.items()})
+        done = Run({name: value.detach().clone() for name, value in outputs.items()})  # a buffer is soon put back
         done.unknown = {n: type(v).__name__ for n, v in _leaves(result, "output").items() if n not in outputs}
         done.buffers = {n: b.detach().clone() for n, b in model.named_buffers() if n in before}
-        done.changed = {n for n, b in done.buffers.items() if not _same(b, before[n])}
+        done.changed = {n for n, b in done.buffers.items() if not same(b, before[n])}
         floating = {name: value for name, value in outputs.items() if value.is_floating_point()}
         if loss_fn is not None:
             if not (isinstance(loss, Tensor) and loss.numel() == 1):
@@ -144,7 +153,8 @@ def run(
             weights = {"loss": torch.ones_like(loss)}
         else:
             ends = {name: value for name, value in floating.items() if only is None or name in only}
-            weights = {name: random_weights(name, value, dtype, ignored) for name, value in ends.items()}
+            hidden = ignored(done.outputs)
+            weights = {name: random_weights(name, value, dtype, hidden) for name, value in ends.items()}
             weighted = [(v.detach().double() * weights[n].double()).sum().to(device) for n, v in ends.items()]
             done.loss = torch.stack(weighted).sum() if weighted else None
         tensors = [name for name, value in ends.items() if value.requires_grad]
@@ -226,13 +236,13 @@ def buffers_kept(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         with torch.no_grad():
             for (module, name, buffer), value in zip(held, saved, strict=True):
-                if not _same(buffer, value):
+                if not same(buffer, value):
                     buffer.copy_(value)
                 module._buffers[name] = buffer
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two buffers hold the same; NaN equals NaN."""
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same; NaN equals NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

@@ -1,11 +1,10 @@
-"""Three runs of one call: the float64 original, the original, the patched model; padding left out of all."""
+"""Three runs of one call: the float64 original, the original, the patched model; all leave the same padding out."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +44,19 @@ class Trio:
         exact: float64.
         stock: the original.
         patched: the patched model.
-        ignored: output -> bool over its leading axes, True at padding that the patched model did not compute.
+        ignored: output -> bool over its leading axes, True at padding that packed execution left out.
+        reached: the stacks to whose padding a gradient came back.
     """
 
     exact: Run
     stock: Run
     patched: Run
-    ignored: dict[str, Tensor]
+    ignored: dict[str, Tensor] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
 
     def outputs(self) -> list[dict[str, Tensor]]:
-        """The outputs of the three, padding left out."""
-        return [without_padding(done.outputs, self.ignored) for done in (self.exact, self.stock, self.patched)]
+        """The outputs of the three."""
+        return [done.outputs for done in (self.exact, self.stock, self.patched)]
 
     def gradients(self) -> list[dict[str, Tensor]]:
         """The gradients of the three."""
@@ -75,11 +76,62 @@ class Trio:
         )
 
 
+@dataclass(frozen=True)
+class Originals:
+    """How the original runs where the patched model left padding out.
+
+    Attributes:
+        models: the three.
+        left_out: by the patched model.
+        dtype: to be judged.
+    """
+
+    models: Models
+    left_out: padding.LeftOut
+    dtype: torch.dtype
+
+    @contextmanager
+    def exactly(self, reached: set[str] | None = None) -> Iterator[None]:
+        """In float64; ``reached`` as in ``LeftOut.applied``."""
+        with self.left_out.applied(self.models.exact, reached), precision.exactly(self.dtype):
+            yield
+
+    @contextmanager
+    def in_its_own_dtype(self) -> Iterator[None]:
+        """In the dtype."""
+        with self.left_out.applied(self.models.stock), precision.in_its_own_dtype():
+            yield
+
+
+def run_alone(models: Models, call: Call, dtype: torch.dtype) -> Trio:
+    """Forward and backward of all three, of one module.
+
+    Raises:
+        PatchedFails: the patched model raises and the original does not; where both do, the original's error.
+    """
+    with told_apart(models, call, dtype), padding.observed(models.patched) as left_out:
+        if left_out.calls:  # else no stack is in it
+            forward(models.patched, call.to(None))
+    return run_three(models, call, dtype, left_out)
+
+
+@contextmanager
+def told_apart(models: Models, call: Call, dtype: torch.dtype, loss_fn: Callable | None = None) -> Iterator[None]:
+    """What the patched model raises within the block is PatchedFails, unless the original raises, too."""
+    try:
+        yield
+    except Exception as error:  # whatever the model raises
+        run(models.stock, call.to(None), dtype, loss_fn=loss_fn)
+        raise PatchedFails(f"{type(error).__name__}: {first_line(error)}") from error
+
+
 def run_three(
     models: Models,
     call: Call,
     dtype: torch.dtype,
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    left_out: padding.LeftOut,
+    loss_fn: Callable | None = None,
+    raw: Mapping[str, Tensor] | None = None,
     tell: Callable[[str], None] = lambda stage: None,
 ) -> Trio:
     """Forward and backward of all three.
@@ -88,41 +140,44 @@ def run_three(
         models: to be called.
         call: the arguments, as the original and the patched model take them.
         dtype: as in ``run``.
+        left_out: what the patched model leaves out.
         loss_fn: as in ``run``.
+        raw: the outputs of the float64 original that leaves nothing out; by them it is known which positions are
+            padding, and weigh nothing. None: all weigh.
         tell: told of each stage.
 
     Raises:
-        PatchedFails: the patched model raises and the original does not; where both do, the original's error.
+        PatchedFails: as in ``run_alone``.
     """
-    try:
-        tell("patched model, forward")
-        ignored = padding_of(forward(models.patched, call.to(None)), models.stock, call)
-        tell("patched model, forward and backward")
-        patched = run(models.patched, call.to(None), dtype, loss_fn=loss_fn, ignored=ignored)
-    except Exception as error:  # whatever the model raises
-        run(models.stock, call.to(None), dtype, loss_fn=loss_fn)
-        raise PatchedFails(f"{type(error).__name__}: {first_line(error)}") from error
-    options: dict[str, Any] = {"loss_fn": loss_fn, "ignored": ignored}
-    tell("original, forward and backward")
-    stock = run(models.stock, call.to(None), dtype, **options, within=precision.in_its_own_dtype)
-    if loss_fn is None and not patched.outputs.keys() <= stock.outputs.keys():  # more was weighted than there should be
-        patched = run(models.patched, call.to(None), dtype, only=stock.outputs, ignored=ignored)
+    originals = Originals(models, left_out, dtype)
+    ignored: dict[str, Tensor] = {}
+    reached: set[str] = set()
+
+    def look(outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if raw is not None and left_out.calls:
+            ignored.update(padding.at_padding(raw, outputs, left_out))
+        return ignored
+
     tell("original in float64, forward and backward")
-    with torch.autocast(device_of(models.stock, call).type, enabled=False):
-        exactly = functools.partial(precision.exactly, dtype)
-        exact = run(models.exact, call.to(torch.float64), dtype, **options, within=exactly)
-    return Trio(exact, stock, patched, ignored)
+    with not_autocast(models.exact, call):
+        exact = run(
+            models.exact, call.to(torch.float64), dtype, loss_fn=loss_fn, ignored=look,
+            within=lambda: originals.exactly(reached),
+        )  # fmt: skip
+    known = lambda outputs: ignored  # noqa: E731
+    tell("original, forward and backward")
+    stock = run(models.stock, call.to(None), dtype, loss_fn=loss_fn, ignored=known, within=originals.in_its_own_dtype)
+    tell("patched model, forward and backward")
+    with told_apart(models, call, dtype, loss_fn):
+        patched = run(models.patched, call.to(None), dtype, loss_fn=loss_fn, ignored=known)
+    if loss_fn is None and not patched.outputs.keys() <= stock.outputs.keys():  # more was weighted than there should be
+        patched = run(models.patched, call.to(None), dtype, only=stock.outputs, ignored=known)
+    return Trio(exact, stock, patched, ignored, reached)
 
 
-def padding_of(outputs: dict[str, Tensor], model: nn.Module, call: Call) -> dict[str, Tensor]:
-    """Which positions of these outputs of the patched model are padding that it did not compute."""
-    arguments = call.named(model)
-    return padding.padded(outputs, padding.masks(arguments), arguments)
-
-
-def without_padding(outputs: dict[str, Tensor], ignored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The outputs with ignored positions cut out."""
-    return {name: value[~ignored[name]] if name in ignored else value for name, value in outputs.items()}
+def not_autocast(model: nn.Module, call: Call) -> torch.autocast:
+    """The float64 original computes in float64, whatever the caller's autocast says."""
+    return torch.autocast(device_of(model, call).type, enabled=False)
 
 
 def first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .runs import SEED, Call, run
+from .side_by_side import Originals
 
 MOMENTUM = 0.9
 STEP = 1e-3  # length of the first step, as a part of the length of all weights
@@ -33,6 +34,29 @@ class Path:
 
     losses: dict[str, Tensor] = field(default_factory=dict)
     moves: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_all(
+    originals: Originals,
+    call: Call,
+    count: int,
+    gradients: Mapping[str, Tensor],
+    loss_fn: Callable[[Any], Tensor] | None,
+    ignored: Mapping[str, Tensor],
+    progress: Callable[[str], None],
+) -> list[Path]:
+    """The same steps by the float64 original (whose gradients these are), the original and the patched model."""
+    rate = learning_rate(originals.models.exact, gradients)
+    paths = []
+    for what, model, width, within in (
+        ("float64", originals.models.exact, torch.float64, originals.exactly),
+        ("original", originals.models.stock, None, originals.in_its_own_dtype),
+        ("patched", originals.models.patched, None, nullcontext),
+    ):
+        tell = lambda stage, what=what: progress(f"{what}, {stage}")  # noqa: E731
+        path = train(model, call.to(width), originals.dtype, count, rate, loss_fn, ignored, tell, within)
+        paths.append(path)
+    return paths
 
 
 def learning_rate(model: nn.Module, gradients: Mapping[str, Tensor]) -> float:
@@ -62,7 +86,9 @@ def train(
     speed = {name: torch.zeros_like(value) for name, value in start.items()}
     for step in range(steps + 1):
         progress(f"step {min(step + 1, steps)} of {steps}")
-        done = run(model, call, dtype, loss_fn=loss_fn, ignored=ignored, seed=SEED + step, within=within)
+        done = run(
+            model, call, dtype, loss_fn=loss_fn, ignored=lambda outputs: ignored, seed=SEED + step, within=within
+        )
         if step > 0 and done.loss is not None:
             path.losses[f"loss after step {step}"] = done.loss.reshape(1)
         if step == steps:
