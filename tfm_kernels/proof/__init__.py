@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import patching
 from ..patching import frozen, swap
-from . import modules, padding, steps
+from . import modules, nearby, padding, steps
 from .repeated import call_repeatedly
 from .repeated import compare as compare_repeated
 from .report import ProofReport as ProofReport
@@ -37,11 +38,18 @@ def prove(
 
     error(patched) <= limit * error(original) + what chance and the last rounding explain       (P.1; proof/rule.py)
 
-    Compared are the outputs, with and without a graph (integers exactly); the gradient of every parameter, and of
-    inputs that require one; the buffers that a call changes; ``steps`` training steps; and each replaced module alone,
-    outputs and gradients, on the inputs that the original feeds it, so that a failure has a name. Each run begins with
-    the buffers as they are. In training mode dropout is on, and both models drop the same elements. A note names each
-    output that is not compared.
+    Compared are the outputs, with and without a graph (integers exactly; in 16 bits also row by row); the gradient of
+    every parameter, and of inputs that require one; the buffers that a call changes; ``steps`` training steps; and each
+    replaced module alone, outputs and gradients, on the inputs that the original feeds it, so that a failure has a
+    name. Each run begins with the buffers as they are. In training mode dropout is on, and both models drop the same
+    elements. A note names each output that is not compared.
+    The patched model is called several times: after a call with other inputs (tensors rolled by one) its outputs must
+    be right, in evaluation mode a second call must give the same bits, and no call may change what an earlier one
+    returned, all of it only where the original does so.
+    Where stacks ran packed, the original is given the same zeros at padded positions and all that the model makes of
+    them is compared. An output, a loss, a buffer or a gradient that depends on what PyTorch computes there fails, and
+    is told ``patch(packed=False)``; padded positions of an output that has positions are excepted, with a note.
+    Gradients and steps that fail alone are measured again at six points nearby (proof/nearby.py).
     In 16 bits, attention that PyTorch would compute in float32 (with dropout, or with a bias that needs a gradient) is
     measured by the same formula in 16 bits, which is what fused attention costs elsewhere.
 
@@ -58,14 +66,14 @@ def prove(
             of summation makes the error.
 
     Returns:
-        A report: ``passed``, ``worst``, ``culprits``, ``table()``, ``to_json()``. Positions that a padding mask
-        (attention_mask, src_key_padding_mask, ...) hides are left out where the patched model did not compute them.
+        A report: ``passed``, ``worst``, ``culprits``, ``table()``, ``to_json()``.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or no output can be compared.
         RuntimeError: the patched model cannot run the call.
 
-    Cost: three copies of the model, one in float64; three times forward and backward, and as much for the modules.
+    Cost: three copies of the model, one in float64; three times forward and backward, one more forward in float64 and
+    two or three of the patched model, and as much for the modules; six times more where gradients alone fail.
 
     Example:
         >>> report = prove(model, {"input_ids": ids, "attention_mask": mask}, dtype=torch.bfloat16)
@@ -117,14 +125,15 @@ def prove_patched(
         _thaw(patched, report.notes)
         progress("original in float64, recording the inputs of the replaced modules")
         raw, calls, notes = modules.record(exact, call, names, own, loss_fn)
-        trio = run_three(models, call, own, left_out, loss_fn, raw.outputs, progress)
+        known = functools.partial(padding.at_padding, raw.outputs, left_out=left_out)
+        trio = run_three(models, call, own, left_out, loss_fn, known, progress)
     except PatchedFails as error:
         raise RuntimeError(f"prove: the patched {report.model} fails where the original runs: {error}") from error
     repeated.look()
     report.rows += padding.reads(raw, trio.exact, left_out, trio.reached, with_loss=loss_fn is not None)
     report.notes += padding.notes(trio.ignored)
     typical = typical_error(trio.exact.gradients, trio.stock.gradients)
-    outputs = judge.compare("output", *trio.outputs(), module="", typical=typical)
+    outputs = judge.compare("output", *trio.outputs(), module="", typical=typical, by_row=True)
     unseen = _not_compared(trio, {row.tensor for row in outputs})
     if not outputs:
         reason = "; ".join(unseen) or "it gives no tensor"
@@ -133,22 +142,38 @@ def prove_patched(
     report.notes += [f"{each}, which is not compared" for each in unseen]
     plain = trio.exact.outputs, trio.stock.outputs, repeated.first.copies
     renamed = [{f"{name}, no_grad": value for name, value in values.items()} for values in plain]
-    report.rows += judge.compare("output", *renamed, module="", typical=typical)
+    report.rows += judge.compare("output", *renamed, module="", typical=typical, by_row=True)
     report.rows += compare_repeated(repeated, stock, call)
     del repeated
     for name, module in patched.named_modules():
         found = swap.fallbacks(module)
         report.notes += [f"{name or 'the model'} ran its original code, because {reason}" for reason in found]
     report.rows += judge.compare("buffer", *trio.buffers(), typical=typical)
-    report.rows += judge.compare("gradient", *trio.gradients(), rows_summed=trio.rows, no_more=True)
-
     report.notes += notes
-    report.rows += modules.compare_alone(models, calls, judge, report.notes, progress)
+    alone = list(modules.compare_alone(models, calls, judge, report.notes, progress))
+    told = all(row.passed for row in report.rows + alone)  # else it is known that something is wrong, and what
+    again = functools.partial(nearby.judged_again, models=models, dtype=own, tell=progress)
+
+    def gradients(done: Trio) -> list[Row]:
+        return judge.compare("gradient", *done.gradients(), rows_summed=done.rows, no_more=True)
+
+    def gradients_there() -> list[Row]:
+        return gradients(run_three(models, call, own, left_out, loss_fn, lambda outputs: trio.ignored))
+
+    rows = gradients(trio)
+    report.rows += again(rows, compare=gradients_there) if told else rows
+    report.rows += alone
     if count:
+        rate = steps.learning_rate(exact, trio.exact.gradients)
         originals = Originals(models, left_out, own)
-        paths = steps.train_all(originals, call, count, trio.exact.gradients, loss_fn, trio.ignored, progress)
-        report.rows += judge.compare("step", *(path.losses for path in paths), module="", typical=typical)
-        report.rows += judge.compare("step", *(path.moves for path in paths), no_more=True)
+
+        def trained() -> list[Row]:
+            paths = steps.train_all(originals, call, count, rate, loss_fn, trio.ignored, progress)
+            found = judge.compare("step", *(path.losses for path in paths), module="", typical=typical)
+            return found + judge.compare("step", *(path.moves for path in paths), no_more=True)
+
+        rows = trained()
+        report.rows += again(rows, compare=trained) if told else rows
     report.seconds = time.perf_counter() - started
     return report
 

@@ -123,7 +123,8 @@ def compare_alone(
             notes.append(f"{name} was not fed alone: the original cannot run so ({first_line(error)})")
             continue
         stack = _is_stack(name, calls)
-        yield from judge.compare("module", *trio.outputs(), module=name, leaning=None if stack else 0.05)
+        leaning = None if stack else 0.05
+        yield from judge.compare("module", *trio.outputs(), module=name, leaning=leaning, by_row=True)
         buffers = [{f"buffer {key}": value for key, value in found.items()} for found in trio.buffers()]
         yield from judge.compare("module", *buffers, module=name)
         gradients = [{f"gradient of {key}": value for key, value in found.items()} for found in trio.gradients()]

@@ -119,7 +119,7 @@ def at_padding(raw: Mapping[str, Tensor], zeroed: Mapping[str, Tensor], left_out
     """
     masks = [way for mask in left_out.masks() for way in (mask, mask.T, mask.flatten(), mask.T.flatten())]
     found: dict[str, Tensor] = {}
-    for name, changed in _changed(raw, zeroed).items():
+    for name, changed in (_changed(raw, zeroed) if masks else {}).items():
         for mask in masks:
             if changed.shape[: mask.dim()] == mask.shape and not bool(changed[~mask].any()):
                 found[name] = mask

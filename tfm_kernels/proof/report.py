@@ -22,9 +22,10 @@ class Row:
         stock: error of the original against float64, divided by the size of the tensor.
         patched: the same of the patched model.
         allowed: the largest ``patched`` that passes.
-        rule: "size" (Frobenius norm of the error), "bias" (the error leans to one side) or "form" (shape, NaN,
-            integers, a call that fails).
-        detail: what went wrong, where a number does not tell.
+        rule: "size" (Frobenius norm of the error), "bias" (the error leans to one side), "row" (of all rows the one
+            whose error is the largest part of what it may be) or "form" (shape, NaN, integers, a call that fails,
+            other bits from call to call).
+        detail: what went wrong, or which row it is, where a number does not tell.
     """
 
     kind: str
@@ -61,7 +62,7 @@ class Row:
         where = f"{self.module}: {self.tensor}" if self.module else self.tensor
         if self.rule == "form":
             return f"{where}: {self.detail}"
-        what = "leaning of the error" if self.rule == "bias" else "error"
+        what = {"bias": "leaning of the error", "row": f"error of {self.detail}"}.get(self.rule, "error")
         return (
             f"{where}: {what} {self.patched:.2e}, PyTorch's own {self.stock:.2e}, ratio {self.ratio:.3g}, "
             f"allowed {self.allowed:.2e}"
@@ -133,11 +134,12 @@ class ProofReport:
             rows = [row for row in self.rows if row.kind == "module" and row.module == module]
             shown.append(max(rows, key=lambda row: row.load))
         cells = [("", "what", "PyTorch", "patched", "ratio", "allowed")]
+        aside = {"bias": " (leaning)", "row": " (worst row)"}
         for row in shown:
             what = f"{row.module}: {row.tensor}" if row.module else row.tensor
             numbers = (f"{row.stock:.2e}", f"{row.patched:.2e}", f"{row.ratio:.3f}", f"{row.allowed:.2e}")
             verdict = "ok" if row.passed else "FAIL"
-            cells.append((verdict, _short(what) + (" (leaning)" if row.rule == "bias" else ""), *numbers))
+            cells.append((verdict, _short(what) + aside.get(row.rule, ""), *numbers))
         widths = [max(len(line[column]) for line in cells) for column in range(6)]
         lines = [
             f"  {line[0]:{widths[0]}}  {line[1]:{widths[1]}}  "

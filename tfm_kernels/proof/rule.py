@@ -6,6 +6,7 @@ unit roundoff.
 
     |K - R| <= factor |S - R| + (0.02 u + walk + 3 t / sqrt(m)) scale                                  (size)
     |<K - R, R>| / <R, R> <= factor |<S - R, R>| / <R, R> + leaning + 4 |K - R| / (sqrt(rows) |R|)     (bias)
+    |K_i - R_i| <= (4 + 8 / sqrt(columns)) max(|S_i - R_i|, q |R_i|, q r)                              (row)
 
 factor is ``limit`` for 16-bit types, where storage rounding makes the error and a fused kernel rounds less often. For
 float32 and float64 it is limit * 2 / 1.05, so 2 by default: there the order of the sums makes it, which differs between
@@ -32,6 +33,15 @@ kernel that walks over them a part of its own, in float32, beside torch.sum's tr
 
 The second rule is for layers fed alone in 16 bits: 0.1 % too large is within the noise of bfloat16 in size, but not in
 direction. leaning = 0.05 u for outputs and 0.15 u for gradients (rule C3); biases are too short to tell.
+
+The third rule is for the rows i of outputs in 16 bits, a token each. One that is entirely wrong, its error as large as
+itself, hides from the first rule among 20,000 others where PyTorch errs by 3 %, and behind a single one that is a
+hundred times as large (the first token of many models) wherever it stands. q is the larger of t and the median of
+|S_i - R_i| / |R_i|, r the median of |R_i|: medians heed the rows that are many, not those that are large. Measured on
+small BERT, DistilBERT, GPT-2 and T5, rows of 32 to 100 columns, the worst row of an honest patch had 1.7 times what
+stands behind the factor; short rows scatter more. In float32 a row that is wrong cannot hide so.
+
+Gradients of the whole model that fail by size, and nothing else, are judged again at points nearby (nearby.py).
 
 Integers and bools have no error: where R and S agree K must, too, and elsewhere be one of both.
 
@@ -80,8 +90,9 @@ class Judge:
         typical: float = 0.0,
         rows_summed: int = 0,
         no_more: bool = False,
+        by_row: bool = False,
     ) -> list[Row]:
-        """One row or two for each tensor of one kind.
+        """One row to three for each tensor of one kind.
 
         Args:
             kind: of the rows.
@@ -94,6 +105,7 @@ class Judge:
             typical: the least that counts as a typical error, relative.
             rows_summed: over how many rows the gradients of vectors sum.
             no_more: whether what only the patched model gives must be 0, as a gradient; else it is not judged.
+            by_row: whether each row of a tensor is judged as well, in 16 bits.
         """
         rows, errors = [], {}
         for name, exact in truth.items():
@@ -126,6 +138,8 @@ class Judge:
                 rows.append(self._size(kind, place, tensor, error, max(error.size, share), typical, samples, extra))
                 if leaning is not None and fresh and rounding(self.dtype).narrow and error.size > 0.5 * share:
                     rows.append(self._bias(kind, place, tensor, error, leaning))
+                if by_row and error.rows > 1 and rounding(self.dtype).narrow:
+                    rows.append(_worst_row(kind, place, tensor, error, typical))
         return rows
 
     def _size(
@@ -162,6 +176,20 @@ def typical_error(truth: Mapping[str, Tensor], stock: Mapping[str, Tensor]) -> f
     return found if math.isfinite(found) else 0.0
 
 
+def _worst_row(kind: str, module: str, tensor: str, error: _Error, typical: float) -> Row:
+    """The row of a tensor whose error is the largest part of what it may be."""
+    size, stock, patched = error.by_row
+    touched = size > 0.0
+    typical = max(typical, float((stock[touched] / size[touched]).median()) if touched.any() else 0.0)
+    least = typical * (size[touched].median() if touched.any() else 1.0)
+    allowed = (4.0 + 8.0 / math.sqrt(error.columns)) * torch.maximum(stock, typical * size).clamp_min(least)
+    place = int((patched / allowed).argmax())
+    scale = float(size[place]) or float(size.max()) or 1.0
+    where = tuple(int(index) for index in torch.unravel_index(torch.tensor(place), error.row_shape))
+    found, own, most = (float(each[place]) / scale for each in (patched, stock, allowed))
+    return Row(kind, module, tensor, error.columns, own, found, most, "row", f"row {where}")
+
+
 class _Error:
     """The errors of one tensor, where R is finite; where R and S are the same infinity, K must be, too.
 
@@ -185,6 +213,10 @@ class _Error:
         self.compared = bool(used.any())
         self.elements = int(touched.sum())
         self.rows = max(1, int(touched.any(-1).sum()) if touched.dim() > 1 else 1)
+        self.columns = exact.shape[-1] if exact.dim() else 1
+        self.row_shape = exact.shape[:-1]
+        rows = (exact, stock - exact, patched - exact)
+        self.by_row = [t.norm(dim=-1).flatten() if t.dim() else t.abs().reshape(1) for t in rows]
         self.samples = min(_samples(stock - exact), _samples(patched - exact))
         self.size = float(exact.norm())
         self.stock, self.patched = float((stock - exact).norm()), float((patched - exact).norm())

@@ -131,7 +131,7 @@ def run_three(
     dtype: torch.dtype,
     left_out: padding.LeftOut,
     loss_fn: Callable | None = None,
-    raw: Mapping[str, Tensor] | None = None,
+    at_padding: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda outputs: {},
     tell: Callable[[str], None] = lambda stage: None,
 ) -> Trio:
     """Forward and backward of all three.
@@ -142,8 +142,7 @@ def run_three(
         dtype: as in ``run``.
         left_out: what the patched model leaves out.
         loss_fn: as in ``run``.
-        raw: the outputs of the float64 original that leaves nothing out; by them it is known which positions are
-            padding, and weigh nothing. None: all weigh.
+        at_padding: from the outputs in float64, output -> which positions are padding, and weigh nothing.
         tell: told of each stage.
 
     Raises:
@@ -154,8 +153,7 @@ def run_three(
     reached: set[str] = set()
 
     def look(outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if raw is not None and left_out.calls:
-            ignored.update(padding.at_padding(raw, outputs, left_out))
+        ignored.update(at_padding(outputs))
         return ignored
 
     tell("original in float64, forward and backward")

@@ -40,13 +40,12 @@ def train_all(
     originals: Originals,
     call: Call,
     count: int,
-    gradients: Mapping[str, Tensor],
+    rate: float,
     loss_fn: Callable[[Any], Tensor] | None,
     ignored: Mapping[str, Tensor],
     progress: Callable[[str], None],
 ) -> list[Path]:
-    """The same steps by the float64 original (whose gradients these are), the original and the patched model."""
-    rate = learning_rate(originals.models.exact, gradients)
+    """The same steps by the float64 original, the original and the patched model."""
     paths = []
     for what, model, width, within in (
         ("float64", originals.models.exact, torch.float64, originals.exactly),
@@ -78,10 +77,10 @@ def train(
     progress: Callable[[str], None],
     within: Callable[[], AbstractContextManager[None]],
 ) -> Path:
-    """Takes ``steps`` steps; the model's weights change."""
+    """Takes ``steps`` steps; then the model's weights are put back."""
     path = Path()
     parameters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    start = {name: weight.detach().double() for name, weight in parameters.items()}
+    start = {name: weight.detach().double().clone() for name, weight in parameters.items()}  # float64 is no copy
     weights = {name: value.clone() for name, value in start.items()}
     speed = {name: torch.zeros_like(value) for name, value in start.items()}
     for step in range(steps + 1):
@@ -99,5 +98,8 @@ def train(
                     speed[name].mul_(MOMENTUM).add_(done.gradients[name].double())
                     weights[name].sub_(rate * speed[name])
                     weight.copy_(weights[name])
+    with torch.no_grad():
+        for name, weight in parameters.items():
+            weight.copy_(start[name])
     path.moves = {name: weights[name] - start[name] for name in parameters if bool(speed[name].any())}
     return path
