@@ -125,11 +125,12 @@ class ProofReport:
         return sorted({row.module or "the model" for row in self.failures})
 
     def table(self) -> str:
-        """The whole model's outputs, its worst gradients and steps, then one line per replaced module."""
+        """The whole model's outputs, its worst gradients, losses and worst steps, then one line per replaced module."""
         shown = [row for row in self.rows if row.kind == "output"]
         for kind in ("buffer", "gradient", "step"):
             rows = sorted((row for row in self.rows if row.kind == kind), key=lambda row: -row.load)
-            shown += [row for number, row in enumerate(rows) if number < 5 or not row.passed]
+            loss = [row for row in rows if row.tensor.startswith("loss ")]
+            shown += loss + [r for n, r in enumerate(r for r in rows if r not in loss) if n < 5 or not r.passed]
         for module in dict.fromkeys(row.module for row in self.rows if row.kind == "module"):
             rows = [row for row in self.rows if row.kind == "module" and row.module == module]
             shown.append(max(rows, key=lambda row: row.load))
