@@ -18,7 +18,7 @@ from tests.models.peers import KINDS, inputs, small
 from tests.patching import models
 from tfm_kernels import onnx_export, patching
 from tfm_kernels.onnx_export import file as files
-from tfm_kernels.onnx_export import program, tensorrt
+from tfm_kernels.onnx_export import integers, program, tensorrt
 from tfm_kernels.proof.rule import Judge
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
@@ -87,6 +87,38 @@ def test_a_patched_model_is_exported_by_its_own_code_and_stays_as_it_is(tmp_path
     with pytest.raises(RuntimeError, match="cannot run example_inputs"):
         tfk.export_onnx(model, tmp_path / "model.onnx", {"input_ids": ids.float()})
     assert state(model) == before
+
+
+@pytest.mark.parametrize("scheme", ["int8_weight_only", "int8_dynamic"])
+def test_a_quantized_model(scheme, tmp_path):
+    """Dynamic layers keep their integers; the weights of others are written as the floats that they stand for."""
+    model = small("causal", layers=1, backend=None)
+    tfk.quantize(model, scheme)
+    report = tfk.export_onnx(model, tmp_path / "model.onnx", tuple(inputs("causal")))
+    assert report.worst.passed and report.runtime.startswith("onnxruntime ")
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, tfk.nn.Int8Linear))
+    stored = [t for t in onnx.load(report.path).graph.initializer if t.data_type == onnx.TensorProto.INT8]
+    assert sum(math.prod(t.dims) for t in stored) == (weights if scheme == "int8_dynamic" else 0)
+    assert ("MatMulInteger" in report.operators) is (scheme == "int8_dynamic")
+    ids = torch.arange(1, 16).view(3, 5)
+    (found,) = run(report.path, ids=ids)
+    with torch.no_grad():
+        own = model(ids)
+    assert (found - own).norm() < 2e-3 * own.norm()  # an integer more or less here and there
+
+
+def test_the_check_finds_products_of_integers_that_are_shifted(tmp_path, monkeypatch):
+    import onnxscript
+
+    op = onnxscript.opset18
+    zero = onnx.helper.make_tensor("zero", onnx.TensorProto.INT8, [], [3])
+    shifted = lambda rows, columns: op.MatMulInteger(rows, columns, op.Constant(value=zero))
+    monkeypatch.setattr(integers, "_product", shifted)
+    model = small("causal", layers=1, backend=None)
+    tfk.quantize(model, "int8_dynamic")
+    with pytest.raises(RuntimeError, match="does not give the model's outputs"):
+        tfk.export_onnx(model, tmp_path / "model.onnx", tuple(inputs("causal")))
+    assert not (tmp_path / "model.onnx").exists()
 
 
 class Tuple(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -62,7 +61,7 @@ def check(file: Path, model: nn.Module, call: FlatCall, others: Sequence[Any], d
     import onnxruntime
 
     session = _session(onnxruntime, file)
-    exact = copy.deepcopy(model).double()
+    exact = precision.exact(model)
     truth: dict[str, Tensor] = {}
     stock: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import patching
 from ..patching import frozen, swap
-from . import modules, nearby, padding, steps
+from . import modules, nearby, padding, precision, steps
 from .repeated import call_repeatedly
 from .repeated import compare as compare_repeated
 from .report import ProofReport as ProofReport
@@ -104,7 +104,7 @@ def prove_patched(
     stock = copy.deepcopy(model)
     patching.unpatch(stock)
     stock = stock if dtype is None else stock.to(dtype)
-    exact = copy.deepcopy(stock).double()
+    exact = precision.exact(stock)
     if patch is None and patching.settings(model):
         patched = copy.deepcopy(model) if dtype is None else copy.deepcopy(model).to(dtype)
     else:

@@ -9,12 +9,16 @@ in its own dtype (rule C2 of the numeric contract).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..nn import Int8Linear
 
 _aten = torch.ops.aten
 _DRAWS = (_aten.rand, _aten.randn)  # give other numbers in another dtype
@@ -37,6 +41,19 @@ class _Float64(TorchDispatchMode):
 
 def _wide(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
+
+
+def exact(model: nn.Module) -> nn.Module:
+    """A copy in float64, in which no linear layer rounds its input to int8.
+
+    That rounding is an error of the original as of whatever is compared with it, and one integer more or less, which
+    the last bit of an input may decide, is a small part of it.
+    """
+    wide = copy.deepcopy(model).double()
+    for module in wide.modules():
+        if isinstance(module, Int8Linear):
+            module.dynamic = False
+    return wide
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def run(
             loss = None if loss_fn is None else loss_fn(result)
         outputs = named_tensors(result)
         done = Run({name: value.detach().clone() for name, value in outputs.items()})  # a buffer is soon put back
-        done.unknown = {n: type(v).__name__ for n, v in _leaves(result, "output").items() if n not in outputs}
+        done.unknown = others(result)
         done.buffers = {n: b.detach().clone() for n, b in model.named_buffers() if n in before}
         done.changed = {n for n, b in done.buffers.items() if not same(b, before[n])}
         floating = {name: value for name, value in outputs.items() if value.is_floating_point()}
