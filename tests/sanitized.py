@@ -16,7 +16,7 @@ EVERY = 12
 
 
 def main() -> None:
-    """Every twelfth case of the contract list, linear, attention_step, and a word about how many."""
+    """Every twelfth case of the contract list, the linear layers, attention_step, and a word about how many."""
     torch.set_num_threads(2)
     count = 0
     for case in CASES[::EVERY]:
@@ -27,13 +27,24 @@ def main() -> None:
             for dtype in (torch.float32, torch.bfloat16):
                 x, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((rows, 70), (537, 70), (537,)))
                 tfk.ops.linear(x, weight, bias, backend="cpu")
-                count += 1
+                first, second = whole(537, 70), whole(33, 537)
+                for dynamic in (False, True):
+                    tfk.ops.int8_linear(x, *first, bias, dynamic=dynamic, backend="cpu")
+                gate = dict(zip(("gate", "gate_scale"), whole(537, 70), strict=True))
+                for gated in ({}, gate):
+                    tfk.ops.int8_ffn(x, *first, bias, *second, None, activation="gelu", **gated, backend="cpu")
+                count += 5
         for dtype, grows in itertools.product((torch.float32, torch.bfloat16), (True, False)):
             given = [torch.randn(*shape, dtype=dtype) for shape in ((9, 1, 24), (72, 24), (72,), (7, 24), (7,))]
             kept = [torch.randn(9 if grows else 3, 3, 11, 8, dtype=dtype) for _ in range(2)]
             torch.ops.tfm_kernels.attention_step_cpu(*given, *kept, 11, grows, None)
             count += 1
     print(f"{count} passed, 0 failed")
+
+
+def whole(out: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight of integers and the sizes of their steps."""
+    return torch.randint(-128, 128, (out, width), dtype=torch.int8), torch.rand(out)
 
 
 if __name__ == "__main__":
