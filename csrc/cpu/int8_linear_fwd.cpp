@@ -223,7 +223,9 @@ namespace {
 // Weights that are widened: few rows of x where they lie, else tiles of rows.
 void run_widened(Int8LinearFwd& args, DType dtype, const at::Tensor& x) {
   const int64_t threads = at::get_num_threads();
-  if (args.M <= kFewRows && dtype != DType::f64) {
+  args.bf16_tiles = takes_bf16_tiles(dtype, {args.K, args.x_stride_m});
+  const bool outruns = !args.bf16_tiles || outruns_bf16_tiles(args.M);
+  if (args.M <= kFewRows && outruns && dtype != DType::f64) {
     const int64_t room = int8_linear_fwd_scratch(args);
     const Workspace workspace(x, threads * room, 0);
     for_strips(args.N, threads, [&](int64_t begin, int64_t end, int64_t worker) {
@@ -231,7 +233,6 @@ void run_widened(Int8LinearFwd& args, DType dtype, const at::Tensor& x) {
     });
     return;
   }
-  args.bf16_tiles = takes_bf16_tiles(dtype, {args.K, args.x_stride_m});
   const TileGrid grid(args.M, args.N, kMaxTileRows / 2, 16, threads);
   args.tile = grid.tile;
   args.panel = panel_rows(grid.tile, dtype);

@@ -67,6 +67,9 @@ def export_onnx(
         RuntimeError: the model cannot be exported, or the file does not give its outputs.
         OSError: the file cannot be written.
 
+    Dynamic layers of ``quantize`` keep their integers in the file (MatMulInteger, which TensorRT's list does not hold);
+    the weights of others are written as the floats that they stand for.
+
     Cost: three copies of the model (one in float64), a trace of it, and a few calls.
 
     A language model's or a translator's file maps ids to scores, without a cache of keys and values. To generate, run

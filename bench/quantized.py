@@ -1,0 +1,148 @@
+"""python -m bench.quantized: what quantize() gains and costs; bench/results/<device>/models/quantized.json.
+
+Encoding: 32 rows of all-MiniLM-L6-v2, padded and without padding, by Hugging Face's model with SDPA in float32 and
+bfloat16, by PyTorch's own quantize_dynamic of it, and by the patched model in float32, bfloat16 and 8 bits; each with
+the least cosine of its embeddings to those of float32. Decoding: greedy, one row and 32, with the cache, by a
+translation model in float32, bfloat16 and 8 bits. In turns, in an order shuffled anew each round.
+
+python -m bench.quantized                    everything, about 3 minutes on 2 cores; needs the extra [demo]
+python -m bench.quantized --only "decoding"  the cases whose name matches
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tfm_kernels as tfk
+from tfm_kernels import _measured
+from tfm_kernels.demo import minilm
+
+from . import record, timing
+from .models import LAYERS, MIDDLE, tokens
+
+PLAN = timing.Plan(seconds=25.0, least=5, most=40)
+ROWS = 32
+Runs = dict[str, Callable[[], object]]
+
+
+def encoders() -> dict[str, nn.Module]:
+    """Who encodes."""
+    model, _ = minilm.load(minilm.model_folder())
+    bfloat16 = lambda given: copy.deepcopy(given).bfloat16()  # noqa: E731
+    found = {"Hugging Face": model, "Hugging Face, bfloat16": bfloat16(model)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it will move
+        dynamic = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
+    found["Hugging Face, quantize_dynamic"] = dynamic
+    found |= {"patched": copy.deepcopy(model), "patched, bfloat16": bfloat16(model)}
+    for name, given in (("int8_dynamic, patched", model), ("int8_dynamic, patched, bfloat16", bfloat16(model))):
+        found[name] = copy.deepcopy(given)
+        tfk.quantize(found[name], "int8_dynamic")
+    for name, given in found.items():
+        if "patched" in name:
+            tfk.patch(given)
+    return found
+
+
+def encoded(padded: bool) -> tuple[Runs, dict[str, float]]:
+    """One run of each encoder, and the least cosine of its embeddings."""
+    _, tokenizer = minilm.load(minilm.model_folder())
+    lines = minilm.sentences()
+    chosen = lines[:: len(lines) // ROWS][:ROWS]
+    batch = minilm.padded_batch(tokenizer, chosen) if padded else minilm.full_batch(tokenizer, lines, ROWS)
+    models = encoders()
+    truth = minilm.embed(models["Hugging Face"], batch)
+    cosines = {who: float((minilm.embed(model, batch) * truth).sum(-1).min()) for who, model in models.items()}
+
+    def encode(model: nn.Module) -> Callable[[], object]:
+        return lambda: minilm.embed(model, batch)
+
+    return {who: encode(model) for who, model in models.items()}, cosines
+
+
+def decoded(rows: int) -> tuple[Runs, dict[str, float]]:
+    """One decoding by each model, and the share of tokens that are float32's."""
+    torch.manual_seed(0)
+    config = tfk.models.TranslationConfig(8000, 8000, **LAYERS, **MIDDLE)
+    model, source = tfk.models.TranslationTransformer(config).eval(), tokens(8000, rows, 24)
+    models: dict[str, Any] = {"float32": model, "bfloat16": copy.deepcopy(model).bfloat16()}
+    for scheme in ("int8_weight_only", "int8_dynamic"):
+        models[scheme] = copy.deepcopy(model)
+        tfk.quantize(models[scheme], scheme)
+
+    def decode(given: Any) -> Callable[[], Tensor]:
+        return lambda: tfk.generate(given, source, 64, bos_id=1)
+
+    runs = {who: decode(given) for who, given in models.items()}
+    truth = runs["float32"]()
+    return dict(runs), {who: float((run() == truth).float().mean()) for who, run in runs.items()}
+
+
+CASES: dict[str, Callable[[], tuple[Runs, dict[str, float]]]] = {
+    "encoding, padded": lambda: encoded(True),
+    "encoding, unpadded": lambda: encoded(False),
+    "decoding 3+3 layers, 256 wide, 1 row, 64 tokens": lambda: decoded(1),
+    "decoding 3+3 layers, 256 wide, 32 rows, 64 tokens": lambda: decoded(32),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures every case and writes the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.quantized", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="REGEX", help="only the cases whose name matches")
+    parser.add_argument("--out", help="the result file; by default bench/results/<device>/models/quantized.json")
+    options = parser.parse_args(arguments)
+    _measured.ignore()
+    found: dict[str, Any] = {"environment": record.environment(), "cases": {}}
+    for name, make in CASES.items():
+        if not re.search(options.only, name):
+            continue
+        runs, agreement = make()
+        for run in runs.values():
+            run(), run()
+        samples = timing.interleave({who: _timed(run) for who, run in runs.items()}, PLAN)
+        seconds = {who: [sample[0] for sample in taken] for who, taken in samples.items()}
+        first = seconds[next(iter(seconds))]
+        found["cases"][name] = {
+            who: {
+                **vars(timing.spread(taken)),
+                "times": 1.0 / timing.paired_ratio(taken, first),
+                "agreement": agreement[who],
+            }
+            for who, taken in seconds.items()
+        }
+        print(name)
+        for who, case in found["cases"][name].items():
+            print(
+                f"  {who:34}{case['median'] * 1e3:8.1f} ms {case['times']:6.2f}x  {case['agreement']:.4f}", flush=True
+            )
+    out = record.ROOT / (options.out or f"bench/results/{found['environment']['device']}/models/quantized.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _timed(run: Callable[[], object]) -> timing.Sampler:
+    def sample() -> tuple[float, ...]:
+        begin = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin,)
+
+    return sample
+
+
+if __name__ == "__main__":
+    sys.exit(main())
