@@ -126,9 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         print(name)
         for who, case in found["cases"][name].items():
-            print(
-                f"  {who:34}{case['median'] * 1e3:8.1f} ms {case['times']:6.2f}x  {case['agreement']:.4f}", flush=True
-            )
+            took = f"{case['median'] * 1e3:8.1f} ms {case['times']:6.2f}x"
+            print(f"  {who:34}{took}  {case['agreement']:.4f}", flush=True)
     out = record.ROOT / (options.out or f"bench/results/{found['environment']['device']}/models/quantized.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
