@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = make(name)
         for run in runs.values():
             run(), run()  # torch.compile compiles, kernels and memory warm up
-        samples = timing.interleave({who: _timed(run) for who, run in runs.items()}, PLAN)
+        samples = timing.interleave({who: timed(run) for who, run in runs.items()}, PLAN)
         seconds = {who: [sample[0] for sample in taken] for who, taken in samples.items()}
         case = {who: vars(timing.spread(taken)) for who, taken in seconds.items()}
         case["times"] = {
@@ -254,7 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _timed(run: Callable[[], object]) -> timing.Sampler:
+def timed(run: Callable[[], object]) -> timing.Sampler:
+    """A sample: the seconds of one run."""
+
     def sample() -> tuple[float, ...]:
         begin = time.perf_counter()
         run()

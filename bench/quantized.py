@@ -16,7 +16,6 @@ import copy
 import json
 import re
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from tfm_kernels import _measured
 from tfm_kernels.demo import minilm
 
 from . import record, timing
-from .models import LAYERS, MIDDLE, tokens
+from .models import LAYERS, MIDDLE, timed, tokens
 
 PLAN = timing.Plan(seconds=25.0, least=5, most=40)
 ROWS = 32
@@ -113,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs, agreement = make()
         for run in runs.values():
             run(), run()
-        samples = timing.interleave({who: _timed(run) for who, run in runs.items()}, PLAN)
+        samples = timing.interleave({who: timed(run) for who, run in runs.items()}, PLAN)
         seconds = {who: [sample[0] for sample in taken] for who, taken in samples.items()}
         first = seconds[next(iter(seconds))]
         found["cases"][name] = {
@@ -132,15 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
-
-
-def _timed(run: Callable[[], object]) -> timing.Sampler:
-    def sample() -> tuple[float, ...]:
-        begin = time.perf_counter()
-        run()
-        return (time.perf_counter() - begin,)
-
-    return sample
 
 
 if __name__ == "__main__":

@@ -170,6 +170,12 @@ def missing(op: str, backend: str, directions: Sequence[str] = ("fwd", "bwd")) -
     return next((reason for reason in reasons if reason is not None), None)
 
 
+def why_not_inference(op: str, backend: str, device: str, training: bool) -> str | None:
+    """None where the kernel of an op without gradients can run a call, else one sentence why not."""
+    graph = "computes no gradients; call it under torch.no_grad() or with backend='aten'" if training else None
+    return unreachable(device, backend) or graph or missing(op, backend, ("fwd",))
+
+
 def kernels() -> dict[str, str | None]:
     """Every declared operator, "<name>_<backend>": None where its kernel is registered, else one sentence why not."""
     return dict(_missing)

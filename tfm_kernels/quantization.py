@@ -177,6 +177,8 @@ def _why_not(module: nn.Module) -> str | None:
     """None where a module may be replaced by one that has its weights, else why not."""
     inner: list[nn.Module] = [module]
     if isinstance(module, nn.MultiheadAttention):
+        if type(module) is Int8MultiheadAttention:
+            return "it is in 8 bits already"
         if type(module) not in (nn.MultiheadAttention, MultiheadAttention):
             return f"its class, {type(module).__name__}, may do more than MultiheadAttention"
         if not module._qkv_same_embed_dim:

@@ -57,7 +57,7 @@ class Int8Linear(nn.Module):
     Example:
         >>> layer = Int8Linear.from_weight(torch.tensor([[1.0, -0.5]]))
         >>> layer(torch.tensor([[2.0, 2.0]])).round(decimals=1)
-        tensor([[1.]], grad_fn=...)
+        tensor([[1.]])
     """
 
     scale: Tensor

@@ -43,8 +43,7 @@ class Call:
 
 
 def _cpu(call: Call) -> str | None:
-    graph = "computes no gradients; call it under torch.no_grad() or with backend='aten'" if call.training else None
-    return _library.unreachable(call.device, "cpu") or graph or _library.missing("int8_linear", "cpu", ("fwd",))
+    return _library.why_not_inference("int8_linear", "cpu", call.device, call.training)
 
 
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
