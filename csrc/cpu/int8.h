@@ -377,8 +377,12 @@ void integer_dots(int64_t n, int64_t k, const int8_t* w, int64_t w_ld, const typ
       std::memcpy(rest, row + whole, k - whole);
       step(rest, whole);
     }
-    const int32_t less = P::kOffset ? static_cast<int32_t>(P::kOffset) * P::total(sum[kRows]) : 0;
-    for (int64_t r = 0; r < kRows; ++r) out[f * ld + r] = P::total(sum[r]) - less;
+    // sums of rows that are 128 too large may have gone beyond int32, and come back here
+    const uint32_t less =
+        P::kOffset ? static_cast<uint32_t>(P::kOffset) * static_cast<uint32_t>(P::total(sum[kRows]))
+                   : 0;
+    for (int64_t r = 0; r < kRows; ++r)
+      out[f * ld + r] = static_cast<int32_t>(static_cast<uint32_t>(P::total(sum[r])) - less);
   }
 }
 

@@ -73,7 +73,7 @@ def test_the_product_of_integers_is_exact(backend, size):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("width", [63, 200, 70000])
+@pytest.mark.parametrize("width", [63, 200, 2**17])
 def test_the_largest_integers(backend, width):
     """Rows of 127 by weights of -128 and 127: no sum on the way overflows or saturates."""
     x = torch.full((5, width), 2.0)

@@ -8,7 +8,7 @@ d(z) the step of a row z, INT8_LINEAR.2 of ops/int8_linear.py:
     h = act(p) g                                                                              (INT8_FFN.3)
     y = (n(h) w2^T) d(h) scale2 + b2        (M, Eo)                                           (INT8_FFN.4)
 
-p, g and h are float32, float64 for float64, and never stored: a tile of rows takes them from x to y.
+p, g and h are float32, float64 for float64.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def int8_ffn(
     Numerics: the products are exact; the hidden activation is float32 (float64 for float64) until it is rounded to
         int8, so that its last bit may decide an integer; y is rounded once. Deterministic. A row that holds NaN or an
         infinity gives NaN. Gradients on reference and aten pass the roundings as if they were not there.
-    Cost: 4 M E F operations (6 with a gate); M = product of the leading dimensions. The cpu backend needs no memory
-        that grows with M beyond x and y.
+    Cost: 4 M E F operations (6 with a gate); M = product of the leading dimensions. On cpu many rows go by tiles of 64,
+        which need no memory that grows with M beyond x and y; fewer than 128 a thread keep the hidden activation.
     Source: Dettmers et al., "LLM.int8()" (2022), section 2.1, for both products of ``ops.ffn``.
 
     Example:
