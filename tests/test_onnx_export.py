@@ -17,8 +17,8 @@ import tfm_kernels as tfk
 from tests.models.peers import KINDS, inputs, small
 from tests.patching import models
 from tfm_kernels import onnx_export, patching
+from tfm_kernels.onnx_export import attention, integers, tensorrt
 from tfm_kernels.onnx_export import file as files
-from tfm_kernels.onnx_export import integers, program, tensorrt
 from tfm_kernels.proof.rule import Judge
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
@@ -192,7 +192,7 @@ def test_attention_means_what_it_means_in_pytorch(tmp_path):
 
 def test_the_check_finds_attention_that_shows_what_is_hidden(tmp_path, monkeypatch):
     """torch's own translation: a row that sees nothing gets the mean of the hidden values."""
-    monkeypatch.setattr(program, "translations", dict)
+    monkeypatch.setattr(attention, "translations", dict)
     with pytest.raises(RuntimeError, match="does not give the model's outputs: output.1 at .* PyTorch's own"):
         tfk.export_onnx(Masked(), tmp_path / "model.onnx", attention_inputs(2, 5, 7))
     assert not list(tmp_path.iterdir())
