@@ -1,6 +1,7 @@
 // What ffn_fwd does with the hidden activation between its two products: FFN.1's bias, FFN.3.
 #pragma once
 #include "ffn_fwd.h"
+#include "hidden.h"
 #include "transpose.h"
 
 namespace tfm_kernels {
@@ -12,28 +13,14 @@ namespace {
 template <typename T, typename C = compute_t<T>>
 void activate(const FfnFwd& args, int64_t row, int64_t rows, int64_t feature, int64_t n, int64_t ld,
               C* hidden, const C* linear) {
-  if (args.b1) {
-    const T* bias = static_cast<const T*>(args.b1) + feature;
-    for (int64_t i = 0; i < n; ++i) {
-      const C shift = static_cast<C>(bias[i]);
-#pragma omp simd
-      for (int64_t j = 0; j < ld; ++j) hidden[i * ld + j] += shift;
-    }
-  }
+  if (args.b1) add_to_rows(n, ld, static_cast<const T*>(args.b1) + feature, hidden);
   if (args.preact) {
     const int64_t width = linear ? 2 * args.F : args.F;
     T* preact = static_cast<T*>(args.preact) + row * width + feature;
     transpose_narrow<T>(hidden, ld, rows, n, nullptr, preact, width);
     if (linear) transpose_narrow<T>(linear, ld, rows, n, nullptr, preact + args.F, width);
   }
-  for_activation(args.activation, [&](auto act) {
-#pragma omp simd
-    for (int64_t j = 0; j < n * ld; ++j) hidden[j] = act.value(hidden[j]);
-  });
-  if (linear) {
-#pragma omp simd
-    for (int64_t j = 0; j < n * ld; ++j) hidden[j] *= linear[j];
-  }
+  activate(args.activation, n * ld, hidden, linear);
 }
 
 // Zeroes what the rule drops and scales the rest.

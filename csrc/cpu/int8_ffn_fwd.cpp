@@ -6,8 +6,9 @@
 //          int32, exactly, 6 with a gate.
 // Limits:  none. Few rows go feature by feature through int8_linear_fwd instead.
 // Source:  own work.
-#include "activation.h"
-#include "int8.h"
+#include "hidden.h"
+#include "int8_products.h"
+#include "int8_rounding.h"
 #include "isa.h"
 
 namespace tfm_kernels {
@@ -41,18 +42,6 @@ inline int64_t int8_ffn_fwd_scratch(const Int8FfnFwd& args) {
 
 inline namespace CPU_CAPABILITY {
 namespace {
-
-template <typename C>
-void activate(Activation activation, int64_t n, C* hidden, const C* gate) {
-  for_activation(activation, [&](auto act) {
-#pragma omp simd
-    for (int64_t j = 0; j < n; ++j) hidden[j] = act.value(hidden[j]);
-  });
-  if (gate) {
-#pragma omp simd
-    for (int64_t j = 0; j < n; ++j) hidden[j] *= gate[j];
-  }
-}
 
 template <typename T, typename P, typename C = compute_t<T>>
 void run_tile(const Int8FfnFwd& args, int64_t row, C* hidden) {
@@ -156,15 +145,6 @@ at::Tensor by_features(const at::Tensor& x, const at::Tensor& w1, const at::Tens
   return int8_linear_fwd_cpu(hidden, w2, s2, wide(b2), true).to(x.scalar_type());
 }
 
-void check_weight(const at::Tensor& weight, const at::Tensor& scale, int64_t out, int64_t width,
-                  const char* op, const char* name) {
-  check_shape(weight, {out, width}, op, name);
-  check_shape(scale, {out}, op, name);
-  TORCH_CHECK(weight.scalar_type() == at::kChar && scale.scalar_type() == at::kFloat, op, ": ",
-              name, " must be int8 and its steps float32");
-  TORCH_CHECK(width <= (int64_t{1} << 17), op, ": ", name, " must have at most 131072 columns");
-}
-
 at::Tensor int8_ffn_fwd_cpu(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& s1,
                             const OptionalTensor& b1, const at::Tensor& w2, const at::Tensor& s2,
                             const OptionalTensor& b2, const OptionalTensor& gate,
@@ -176,9 +156,11 @@ at::Tensor int8_ffn_fwd_cpu(const at::Tensor& x, const at::Tensor& w1, const at:
   TORCH_CHECK(activation >= 0 && activation <= 3, kOp, ": activation must lie in 0..3");
   TORCH_CHECK(gate.has_value() == s_gate.has_value(), kOp, ": gate and its steps come together");
   const int64_t M = x.size(0), E = x.size(1), F = w1.size(0), Eo = w2.size(0);
-  check_weight(w1, s1, F, E, kOp, "w1");
-  check_weight(w2, s2, Eo, F, kOp, "w2");
-  if (gate) check_weight(*gate, *s_gate, F, E, kOp, "gate");
+  check_int8_weight(w1, s1, F, E, kOp, "w1");
+  check_int8_weight(w2, s2, Eo, F, kOp, "w2");
+  if (gate) check_int8_weight(*gate, *s_gate, F, E, kOp, "gate");
+  check_integer_width(E, kOp, "x");
+  check_integer_width(F, kOp, "w2");
   check_vector(b1, F, x, kOp, "b1");
   check_vector(b2, Eo, x, kOp, "b2");
   const auto act = static_cast<Activation>(activation);

@@ -6,7 +6,8 @@
 //          operations, dynamic in int32, exactly.
 // Limits:  none. Sums in float32, in float64 for float64.
 // Source:  own work.
-#include "int8.h"
+#include "int8_products.h"
+#include "int8_rounding.h"
 #include "isa.h"
 #include "weights.h"
 
@@ -280,11 +281,8 @@ at::Tensor int8_linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
   check_floating(x, kOp, "x");
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, kOp, ": x and weight must have 2 dimensions");
   const int64_t M = x.size(0), K = x.size(1), N = weight.size(0);
-  check_shape(weight, {N, K}, kOp, "weight");
-  check_shape(scale, {N}, kOp, "scale");
-  TORCH_CHECK(weight.scalar_type() == at::kChar, kOp, ": weight must be int8");
-  TORCH_CHECK(scale.scalar_type() == at::kFloat, kOp, ": scale must be float32");
-  TORCH_CHECK(!dynamic || K <= (int64_t{1} << 17), kOp, ": x must have at most 131072 columns");
+  check_int8_weight(weight, scale, N, K, kOp, "weight");
+  if (dynamic) check_integer_width(K, kOp, "x");
   check_vector(bias, N, x, kOp, "bias");
   at::Tensor y = new_output({M, N}, x.options());
   if (y.numel() == 0) return y;

@@ -23,6 +23,20 @@ inline void check_vector(const OptionalTensor& t, int64_t n, const at::Tensor& x
               " must have the dtype of x");
 }
 
+// A weight of 8-bit integers (out, width) and the sizes of its rows' steps.
+inline void check_int8_weight(const at::Tensor& weight, const at::Tensor& scale, int64_t out,
+                              int64_t width, const char* op, const char* name) {
+  check_shape(weight, {out, width}, op, name);
+  check_shape(scale, {out}, op, name);
+  TORCH_CHECK(weight.scalar_type() == at::kChar, op, ": ", name, " must be int8");
+  TORCH_CHECK(scale.scalar_type() == at::kFloat, op, ": the steps of ", name, " must be float32");
+}
+
+// Rows whose products of integers stay within int32.
+inline void check_integer_width(int64_t width, const char* op, const char* name) {
+  TORCH_CHECK(width <= (int64_t{1} << 17), op, ": ", name, " must have at most 131072 columns");
+}
+
 // x itself, or a copy where its columns do not lie side by side.
 inline at::Tensor unit_rows(const at::Tensor& x) {
   return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();

@@ -1,0 +1,116 @@
+// Rows rounded to 8-bit integers, 127 steps up to the largest: INT8_LINEAR.2 of
+// tfm_kernels/ops/int8_linear.py.
+#pragma once
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "int8.h"
+#include "transpose.h"
+
+namespace tfm_kernels {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+template <typename C>
+using bits_t = std::conditional_t<std::is_same_v<C, float>, uint32_t, uint64_t>;
+
+// The size of a step of a row whose largest element has these bits, without its sign, and the
+// factor that makes numbers of steps, 0 for a row of zeros. NaN and infinities give a step of NaN.
+template <typename C>
+C step_of(bits_t<C> most, C& factor) {
+  const C largest = std::bit_cast<C>(most);
+  const bool finite = largest < std::numeric_limits<C>::infinity();
+  factor = finite && largest >= C(0x1p-119) ? C(127) / largest : C(0);
+  return finite ? largest / C(127) : std::numeric_limits<C>::quiet_NaN();
+}
+
+// most[i] = the larger of it and |x[i]|, as bits, by which NaN is larger than infinity, and
+// infinity than numbers.
+template <typename C>
+void largest_bits(int64_t n, const C* x, bits_t<C>* most) {
+  constexpr bits_t<C> kSign = bits_t<C>(1) << (8 * sizeof(C) - 1);
+  const bits_t<C>* bits = reinterpret_cast<const bits_t<C>*>(x);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) most[i] = std::max(most[i], bits[i] & ~kSign);
+}
+
+// x in steps; 0 in a row of zeros and in one that is not finite.
+template <typename C>
+[[gnu::always_inline]] inline int32_t in_steps(C x, C factor) {
+  return static_cast<int32_t>(factor != C(0) ? std::rint(x * factor) : C(0));
+}
+
+// x (k) rounded to integers of 127ths of its largest element, and `filled` of them in all, by 0;
+// returns the size of a step.
+template <typename P, typename C>
+C round_row(const C* x, int64_t k, int64_t filled, typename P::E* out) {
+  constexpr bits_t<C> kSign = bits_t<C>(1) << (8 * sizeof(C) - 1);
+  bits_t<C> most = 0;  // as in largest_bits
+  const bits_t<C>* bits = reinterpret_cast<const bits_t<C>*>(x);
+#pragma omp simd reduction(max : most)
+  for (int64_t i = 0; i < k; ++i) most = std::max(most, bits[i] & ~kSign);
+  C factor;
+  const C step = step_of<C>(most, factor);
+#pragma omp simd
+  for (int64_t i = 0; i < k; ++i)
+    out[i] = static_cast<typename P::E>(in_steps(x[i], factor) + static_cast<int32_t>(P::kOffset));
+  std::fill(out + k, out + filled, static_cast<typename P::E>(P::kOffset));
+  return step;
+}
+
+// Rounded rows from `rows` <= kPanelRows rows of x, `filled` integers each; `wide` has k elements.
+// Steps of the rows that there are not, up to kPanelRows, are 0.
+template <typename P, typename T, typename C = compute_t<T>>
+void round_rows(const T* x, int64_t x_ld, int64_t rows, int64_t k, int64_t filled,
+                [[maybe_unused]] C* wide, typename P::E* out, C* step) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const C* row;
+    if constexpr (std::is_same_v<T, C>) {
+      row = x + r * x_ld;
+    } else {
+      widen(x + r * x_ld, k, wide);
+      row = wide;
+    }
+    step[r] = round_row<P>(row, k, filled, out + r * filled);
+  }
+  std::fill(step + rows, step + kPanelRows, C(0));
+}
+
+// The panel of rows that were rounded.
+template <typename P>
+void turn_panel(const typename P::E* rounded, int64_t rows, int64_t filled, typename P::E* panel) {
+  const int64_t groups = filled / P::kGroup;  // each as wide as a float, and nothing is computed
+  transpose_widen(reinterpret_cast<const float*>(rounded), groups, rows, groups,
+                  reinterpret_cast<float*>(panel), kPanelRows, kPanelRows);
+}
+
+// A panel from numbers that lie turned, x (k, ld), for `rows` <= kPanelRows of them, which a
+// factor each makes numbers of steps; integers k to `filled` are 0.
+template <typename P, typename C>
+void round_columns(int64_t k, int64_t filled, int64_t rows, const C* x, int64_t ld, const C* factor,
+                   typename P::E* panel) {
+  constexpr int kBits = 32 / P::kGroup;
+  constexpr uint32_t kMask = 0xFFFFFFFFu >> (32 - kBits), kZero = static_cast<uint32_t>(P::kOffset);
+  for (int64_t g = 0; g < filled / P::kGroup; ++g) {
+    uint32_t* groups = reinterpret_cast<uint32_t*>(panel) + g * kPanelRows;
+    std::fill_n(groups, kPanelRows, uint32_t(0));
+    for (int64_t i = 0; i < P::kGroup; ++i) {
+      const int64_t feature = g * P::kGroup + i;
+      const C* from = x + feature * ld;
+      if (feature < k) {
+#pragma omp simd
+        for (int64_t r = 0; r < rows; ++r)
+          groups[r] |= ((static_cast<uint32_t>(in_steps(from[r], factor[r])) + kZero) & kMask)
+                       << (i * kBits);
+      } else {
+        for (int64_t r = 0; r < rows; ++r) groups[r] |= kZero << (i * kBits);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace tfm_kernels
