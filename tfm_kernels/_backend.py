@@ -132,6 +132,16 @@ def forced() -> str | None:
     return _forced
 
 
+def cpu_first(device: str, faster: bool = True) -> tuple[str, ...]:
+    """The order of automatic choice of an op without gradients: cpu's kernels where they are ``faster``.
+
+    Compiled graphs, which must not depend on sizes, take PyTorch's own functions, which they see into.
+    """
+    if faster and device == "cpu" and not torch.compiler.is_compiling():
+        return ("cpu", "aten", "reference")
+    return ("aten", "reference")
+
+
 def offers(op: str) -> bool:
     """Whether ``op`` has kernels of the backend that use_backend() asks for: for callers that can do without it."""
     return _forced is None or _forced in OPS[op].support

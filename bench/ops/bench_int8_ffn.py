@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench import replay
+from bench.ops import bench_ffn
 from bench.shapes import GRID, Int8Ffn
 from bench.subject import FORWARD, Eager, Group, Subject, drawer
-
-_ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
 def arguments(case: Int8Ffn, dtype: str, device: str = "cpu") -> dict[str, Any]:
@@ -35,20 +33,12 @@ def arguments(case: Int8Ffn, dtype: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def eager(case: Int8Ffn, given: Mapping[str, Any]) -> Eager:
-    act = _ACTIVATIONS[case.activation]
-
     def floats(name: str, steps: str) -> Tensor:
         return (given[name] * given[steps][:, None]).to(given["x"].dtype)
 
-    def plain(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-        return F.linear(act(F.linear(x, w1, b1)), w2, b2)
-
-    def gated(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, gate: Tensor) -> Tensor:
-        return F.linear(act(F.linear(x, w1, b1)) * F.linear(x, gate), w2, b2)
-
-    tensors = {"x": given["x"], "w1": floats("w1", "scale1"), "b1": given["b1"], "w2": floats("w2", "scale2")}
-    tensors["b2"] = given["b2"]
-    return (gated, tensors | {"gate": floats("gate", "gate_scale")}) if case.gated else (plain, tensors)
+    block = {"x": given["x"], "w1": floats("w1", "scale1"), "b1": given["b1"], "w2": floats("w2", "scale2")}
+    gate = {"gate": floats("gate", "gate_scale")} if case.gated else {}
+    return bench_ffn.eager(case, {**block, "b2": given["b2"], **gate})
 
 
 def proof(case: Int8Ffn) -> Int8Ffn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import dropout
 from .._autocast import beyond_autocast
-
-_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda p: F.gelu(p, approximate="tanh"),
-    "silu": F.silu,
-}
+from ._activation import ACTIVATE
 
 
 @beyond_autocast
@@ -43,7 +36,7 @@ def ffn(
 
 
 def _block(x, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows):
-    hidden = _ACTIVATE[activation](F.linear(x, w1, b1))
+    hidden = ACTIVATE[activation](F.linear(x, w1, b1))
     if gate is not None:
         hidden = hidden * F.linear(x, gate)
     if seed is not None:

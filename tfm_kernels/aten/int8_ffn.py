@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._autocast import beyond_autocast
+from ._activation import ACTIVATE
 from ._int8 import dynamic_linear
 
 
@@ -26,11 +26,7 @@ def int8_ffn(
 ) -> Tensor:
     """(M, E) -> (M, Eo); the arguments are those of ops.int8_ffn, already checked, and whether to differentiate."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    hidden = dynamic_linear(wide, w1, scale1, b1, differentiable)
-    if activation in ("gelu", "gelu_tanh"):
-        hidden = F.gelu(hidden, approximate="tanh" if activation == "gelu_tanh" else "none")
-    else:
-        hidden = F.silu(hidden) if activation == "silu" else torch.relu(hidden)
+    hidden = ACTIVATE[activation](dynamic_linear(wide, w1, scale1, b1, differentiable))
     if gate is not None and gate_scale is not None:
         hidden = hidden * dynamic_linear(wide, gate, gate_scale, None, differentiable)
     return dynamic_linear(hidden, w2, scale2, b2, differentiable).to(x.dtype)

@@ -51,9 +51,7 @@ SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cp
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
-    if call.device == "cpu" and not torch.compiler.is_compiling():
-        return ("cpu", "aten", "reference")
-    return ("aten", "reference")
+    return _backend.cpu_first(call.device)
 
 
 def describe(x, w1, scale1, b1, w2, scale2, b2, *, activation="relu", gate=None, gate_scale=None) -> Call:

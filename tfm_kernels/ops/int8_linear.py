@@ -51,9 +51,7 @@ SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cp
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
-    if call.device == "cpu" and not torch.compiler.is_compiling():
-        return ("cpu", "aten", "reference")
-    return ("aten", "reference")
+    return _backend.cpu_first(call.device)
 
 
 def describe(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = False) -> Call:

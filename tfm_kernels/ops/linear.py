@@ -60,9 +60,7 @@ _ONE_ROW_FROM = {_library.XEON: 1 << 17, _library.ZEN3: 1 << 16, _library.ZEN4: 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
     faster = call.rows in _FASTER[_library.nearest].get(call.dtype, ()) or _is_row_of_much(call)
-    if faster and call.device == "cpu" and not torch.compiler.is_compiling():
-        return ("cpu", "aten", "reference")
-    return ("aten", "reference")
+    return _backend.cpu_first(call.device, faster)
 
 
 def _is_row_of_much(call: Call) -> bool:

@@ -5,9 +5,9 @@ them, the rest in float64, rounded once at the end.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ._activation import activate
 from ._int8 import rounded
 
 
@@ -29,18 +29,10 @@ def int8_ffn(
     p = given @ w1.double().T * scale1.double()
     if b1 is not None:
         p = p + b1.double()
-    hidden = _activated(p, activation)
+    hidden = activate(p, activation)
     if gate is not None and gate_scale is not None:
         hidden = hidden * (given @ gate.double().T * gate_scale.double())
     y = rounded(hidden.to(compute)) @ w2.double().T * scale2.double()
     if b2 is not None:
         y = y + b2.double()
     return y.to(x.dtype)
-
-
-def _activated(p: Tensor, activation: str) -> Tensor:
-    if activation == "gelu":
-        return F.gelu(p)
-    if activation == "gelu_tanh":
-        return F.gelu(p, approximate="tanh")
-    return F.silu(p) if activation == "silu" else torch.relu(p)
