@@ -24,6 +24,7 @@ ALLOWED = {
     "_autocast": set(),
     "_backend": {"_measured"},
     "_measured": {"_version"},
+    "_durable": set(),
     "_version": set(),
     "interleaved": set(),
     "_library": set(),
@@ -42,10 +43,10 @@ ALLOWED = {
     "patching": LEAVES | {"nn", "ops"},
     "proof": LEAVES | {"patching", "nn", "ops", "testing"},
     "quantization": LEAVES | {"patching", "nn"},
-    "onnx_export": LEAVES | {"proof", "patching", "nn", "ops"},
+    "onnx_export": LEAVES | {"_durable", "proof", "patching", "nn", "ops"},
     "diagnosis": LEAVES | {"ops"},
     "tuning": LEAVES | {"interleaved"},
-    "training": LEAVES | {"models", "nn", "ops", "quantization"},
+    "training": LEAVES | {"_durable", "models", "nn", "ops", "quantization"},
     "demo": LEAVES | {"proof", "patching", "diagnosis", "interleaved", "nn", "ops"},
     "commands": LEAVES
     | {

@@ -38,7 +38,7 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     fill(partial)
-    for file in partial.iterdir():
+    for file in partial.rglob("*"):
         sync(file)
     sync(partial)
     os.rename(partial, path)

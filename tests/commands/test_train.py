@@ -167,7 +167,7 @@ def test_a_run_that_another_process_trains_is_left_alone(run, files):
 
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(run, files, monkeypatch):
-    from tfm_kernels.training import durable
+    from tfm_kernels import _durable as durable
 
     def full(*arguments):
         raise OSError(28, "No space left on device", str(arguments[0]))

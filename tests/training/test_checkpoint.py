@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.training import toy
+from tfm_kernels import _durable as durable
 from tfm_kernels import training
-from tfm_kernels.training import checkpoint, durable
+from tfm_kernels.training import checkpoint
 
 pytest.importorskip("safetensors")
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.training import toy
+from tfm_kernels import _durable as durable
 from tfm_kernels import training
-from tfm_kernels.training import checkpoint, durable, loop
+from tfm_kernels.training import checkpoint, loop
 from tfm_kernels.training.loss import IGNORED
 
 pytest.importorskip("safetensors")

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
+from tfm_kernels import _durable as durable
 from tfm_kernels import training
-from tfm_kernels.training import durable, loop
+from tfm_kernels.training import loop
 
 WIDTH = 16
 CONFIG = training.TrainingConfig(

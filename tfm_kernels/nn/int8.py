@@ -210,8 +210,7 @@ class Int8MultiheadAttention(MultiheadAttention):
             given.add_zero_attn,
             batch_first=given.batch_first,
             dynamic=dynamic,
-            device=given.out_proj.weight.device,
-            dtype=given.out_proj.weight.dtype,
+            device="meta",  # all of it is replaced: nothing is drawn, and no memory taken
             backend=getattr(given, "backend", None),
         )
         weight, bias = given.in_proj_weight, given.in_proj_bias

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .._durable import sync
+
 LARGEST = 2**31 - 2**26  # bytes of weights in one file: protobuf ends at 2 GiB, and the graph needs room
 
 
@@ -34,9 +36,9 @@ def replaced(path: Path) -> Iterator[Callable[[Any], Path]]:
         yield lambda model: _write(model, file, path)
         try:
             for part in sorted(folder.iterdir(), key=lambda part: part == file):  # the weights before the graph
-                _sync(part)
+                sync(part)
                 os.replace(part, path.with_name(part.name))
-            _sync(path.parent)
+            sync(path.parent)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
@@ -54,11 +56,3 @@ def _write(model: Any, file: Path, path: Path) -> Path:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     return file
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

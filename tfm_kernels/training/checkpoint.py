@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .._durable import write_folder, write_json
 from .batches import Position
-from .durable import sync, write_folder, write_json
 from .text_file import InputError
 
 
@@ -102,15 +102,14 @@ class Checkpoints:
             optimizer: of its parameters.
             write: False gathers only, for the processes other than the first.
         """
-        weights = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+        weights = _weights(model)
         moments = {f"{name}/{key}": _whole(value) for name, key, value in _moments(model, optimizer)}
         if not write:
             return
 
         def fill(folder: Path) -> None:
-            library = safetensors()
             for name, tensors in (("model", weights), ("optimizer", moments)):
-                library.save_file(_apart(tensors), folder / f"{name}.safetensors")
+                _save(tensors, folder / f"{name}.safetensors")
             write_json(folder / "state.json", asdict(state))
 
         write_folder(self.path(state.step), fill)
@@ -162,9 +161,15 @@ def _as(value: Tensor, parameter: Tensor) -> Tensor:
 
 def save_weights(model: nn.Module, folder: Path) -> None:
     """Writes model.safetensors into a folder, as ``Checkpoints.save`` does."""
-    weights = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
-    safetensors().save_file(_apart(weights), folder / "model.safetensors")
-    sync(folder / "model.safetensors")
+    _save(_weights(model), folder / "model.safetensors")
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    safetensors().save_file(_apart(tensors), path)
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

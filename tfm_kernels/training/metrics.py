@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .durable import write_bytes
+from .._durable import write_bytes
 from .text_file import InputError
 
 

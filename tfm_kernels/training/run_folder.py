@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from .. import models
+from .._durable import write_folder, write_json
 from ..quantization import SCHEMES, quantize
 from .checkpoint import Checkpoints, load_weights, save_weights
-from .durable import write_folder, write_json
 from .text_file import InputError
 from .vocabulary import Vocabulary, load
 

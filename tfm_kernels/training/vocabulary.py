@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .durable import write_json
+from .._durable import write_json
 from .text_file import InputError
 
 SPECIALS = ("<pad>", "<start>", "<end>", "<unk>", "<mask>")
