@@ -10,6 +10,8 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tfm_kernels.nn.int8 import quantized_weight
+from tfm_kernels.testing.float64 import assert_same_in_float64
+from tfm_kernels.testing.int8_linear import rounded
 
 WAYS = [False, True]
 
@@ -128,27 +130,56 @@ ATTENTIONS = {
 }
 
 
+def floats_of(given, dynamic):
+    """The attention of floats with the numbers that the integers stand for: of weights and, dynamic, of inputs."""
+    module = tfk.nn.MultiheadAttention(
+        given.embed_dim, given.num_heads, 0.0, given.out_proj.bias is not None, given.bias_k is not None,
+        given.add_zero_attn, batch_first=given.batch_first, dtype=torch.float64,
+    ).eval()  # fmt: skip
+    module.load_state_dict(given.state_dict())
+    for weight in (module.in_proj_weight, module.out_proj.weight):
+        integers, scale = quantized_weight(weight)
+        weight.data = integers.double() * scale.double()[:, None]
+    if dynamic:
+        module.out_proj.register_forward_pre_hook(lambda layer, args: (left_of(args[0]),))
+    return module
+
+
+def left_of(x):
+    """What rounding rows to int8 leaves of them."""
+    return rounded(x.flatten(0, -2)).view(x.shape)
+
+
 @pytest.mark.parametrize("dynamic", WAYS)
 @pytest.mark.parametrize("cls", [nn.MultiheadAttention, tfk.nn.MultiheadAttention])
 @pytest.mark.parametrize("options", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_attention_is_that_of_the_rounded_weights(cls, options, dynamic):
-    """In float64 with the weights that int8 means; where the inputs are rounded too, near it."""
+def test_attention_is_that_of_the_rounded_numbers(cls, options, dynamic):
     torch.manual_seed(0)
     given = cls(16, 4, **{"batch_first": True, **options}, dtype=torch.float64).eval()
     for parameter in given.parameters():
         nn.init.normal_(parameter, std=0.3)
     quantized = tfk.nn.Int8MultiheadAttention.from_attention(given, dynamic=dynamic)
-    rounded = copy.deepcopy(given)
-    for weight in (rounded.in_proj_weight, rounded.out_proj.weight):
-        integers, scale = quantized_weight(weight)
-        weight.data = integers.double() * scale.double()[:, None]
-    x, memory, value = (torch.randn(3, n, 16, dtype=torch.float64) for n in (5, 5, 5))
-    tolerance = {"rtol": 0.0, "atol": 0.1} if dynamic else {"rtol": 1e-9, "atol": 1e-12}
+    floats, rounds = floats_of(given, dynamic), left_of if dynamic else lambda x: x
+    x, memory, value = (torch.randn(3, 5, 16, dtype=torch.float64) for _ in range(3))
+    left, left_memory, left_value = map(rounds, (x, memory, value))
     with torch.no_grad():
-        for q, k, v in ((x, x, x), (x, memory, memory), (x, memory, value)):
-            torch.testing.assert_close(quantized(q, k, v), rounded(q, k, v), **tolerance)
+        for inputs, expected in (
+            ((x, x, x), (left, left, left)),
+            ((x, memory, memory), (left, left_memory, left_memory)),
+            ((x, memory, value), (left, left_memory, left_value)),
+        ):
+            for found, wanted in zip(quantized(*inputs), floats(*expected), strict=True):
+                assert_same_in_float64(found, wanted)
     assert set(quantized.state_dict()) >= {"in_proj.weight", "in_proj.scale", "out_proj.weight", "out_proj.scale"}
     assert "in_proj_weight" not in quantized.state_dict() and isinstance(quantized, nn.MultiheadAttention)
+
+
+def test_making_it_draws_no_random_numbers():
+    given = nn.MultiheadAttention(16, 4, add_bias_kv=True)
+    before = torch.get_rng_state()
+    module = tfk.nn.Int8MultiheadAttention.from_attention(given)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
 def test_attention_of_several_widths_is_refused():
