@@ -36,7 +36,14 @@ def call(model):
         return model(x, src_key_padding_mask=~mask.bool())[mask.bool()]
 
 
-MODELS = {"bert": bert, "distilbert": distilbert, "encoder": encoder}
+def headless_bert():
+    """Its pooler, whose few rows keep nothing, left out."""
+    model = bert()
+    model.pooler = None
+    return model
+
+
+MODELS = {"bert": headless_bert, "distilbert": distilbert, "encoder": encoder}
 HOLDERS = {"bert": 8, "distilbert": 8, "encoder": 2}  # four projections a layer; torch.nn's attention has them in one
 
 

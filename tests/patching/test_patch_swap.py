@@ -228,7 +228,7 @@ def test_report():
         name for name, _ in model.named_modules()
     }
     assert "encoder.layers.*.norm1" in text and "2x" in text
-    assert "head" in text and "kept" in text and "because a Linear by itself has nothing to fuse with" in text
+    assert "head" in text and "the product that suits its rows" in text
     assert "because no recipe knows Bilinear" in text
     assert "note: where a batch has padding" in text
     assert repr(report).startswith("PatchReport(")

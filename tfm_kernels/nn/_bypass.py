@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 _ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
+LINEARS: list[type] = [nn.Linear]  # classes that are x weight^T + bias and no more; patching adds its own
 
 
 def plain(child: nn.Module | None, *classes: type) -> bool:
@@ -34,8 +35,8 @@ def ordinary(*tensors: Tensor | None) -> bool:
 
 
 def plain_linear(child: nn.Module) -> bool:
-    """Whether ``child`` is an nn.Linear whose weight and bias may be read."""
-    return plain(child, nn.Linear) and ordinary(child.weight, child.bias)  # type: ignore[arg-type]
+    """Whether ``child`` is an nn.Linear, patched or not, whose weight and bias may be read."""
+    return plain(child, *LINEARS) and ordinary(child.weight, child.bias)  # type: ignore[arg-type]
 
 
 def dropout_p(child: nn.Module) -> float | None:

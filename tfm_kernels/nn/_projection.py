@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import _backend, ops
 from .._autocast import autocast_dtype
-from ._bypass import ordinary, plain
+from ._bypass import LINEARS, ordinary, plain
 
 
 def project(x: Tensor, weight: Any, bias: Any) -> Tensor:
@@ -21,6 +21,6 @@ def project(x: Tensor, weight: Any, bias: Any) -> Tensor:
 
 def through(layer: nn.Module, x: Tensor) -> Tensor:
     """``layer``(x), by project() where it is an nn.Linear and nothing else."""
-    if plain(layer, nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    if plain(layer, *LINEARS, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return project(x, layer.weight, layer.bias)
     return layer(x)

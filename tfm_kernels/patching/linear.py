@@ -1,4 +1,4 @@
-"""The projections of fused blocks: x W^T + b by the fastest way that PyTorch has for it on this machine."""
+"""Linear layers, in fused blocks and by themselves: x W^T + b by the fastest way that this machine has for it."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ _HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Pa
 def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backend: str | None = None) -> PatchReport:
     """Put the fused layers into an existing model, in place.
 
-    Recognises torch.nn's attention, norms, feed-forward sequences and Transformer layers, Hugging Face families, and
-    classes registered with a recipe. The model, its modules and its parameters stay the same objects under the same
+    Recognises torch.nn's attention, norms, feed-forward sequences, linear and Transformer layers, Hugging Face
+    families, and classes registered with a recipe. The model, its modules and its parameters stay the same objects under the same
     names; checkpoints, optimizers and hooks on the outside go on as before. What the fused code cannot honour (hooks on
     inner modules, adapters, output_attentions ...) runs the original code, call by call.
 
@@ -34,9 +34,9 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
             output is then 0 at padded positions, where the original has values of no meaning. Never under
             torch.compile or graph capture, and never below a head that is known to read all positions: one for
             question answering, which takes a softmax over them (a child named ``qa_outputs``).
-        freeze: keep the weights of self-attention's projections packed for the matrix library from call to call: for
-            inference on a CPU, at the price of a second copy of them (in float32), made at the first call that is
-            large enough to gain. A frozen module in training mode or asked for a gradient raises RuntimeError.
+        freeze: keep the weights of self-attention's projections, and of every Linear that no fused block runs, packed
+            for the matrix library from call to call: for inference on a CPU, at the price of a second copy of them (in
+            float32), made at the first call that is large enough to gain. A frozen module in training mode or asked for a gradient raises RuntimeError.
             Weights may be loaded, assigned, moved and written to in place: their copies are made anew. They must not
             be written to past PyTorch's count of writes, by ``.data`` or from NumPy: that would not be noticed. The
             copies are in no state_dict, deepcopy or pickle; ``unpatch`` drops them; under torch.compile and
@@ -196,8 +196,6 @@ def _projections(model: nn.Module) -> list[nn.Module]:
 def _left(module: nn.Module) -> tuple[bool, str]:
     if type(module) in _HOLDERS or not module._modules and not module._parameters and not module._buffers:
         return False, "because it holds nothing to fuse"
-    if type(module) is nn.Linear:
-        return False, "because a Linear by itself has nothing to fuse with"
     if huggingface.uses_interface(module) and huggingface.is_ours(getattr(module, "config", None)):
         return True, "attention through transformers' AttentionInterface"
     return False, f"because no recipe knows {type(module).__name__}"

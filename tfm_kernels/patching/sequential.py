@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import block, guard
 from .registry import Recipe, register_recipe
-from .swap import fell_back, options
+from .swap import fell_back, options, original_class
 
 
 class Run(NamedTuple):
@@ -33,7 +33,7 @@ def _run(children: list[nn.Module], start: int) -> Run | None:
             return None
         rest = rest[1:]
     second = rest[0]
-    if not (_linear(first) and _linear(second) and type(first) is type(second)):
+    if not (_linear(first) and _linear(second) and original_class(first) is original_class(second)):
         return None
     if _sizes(second)[0] != _sizes(first)[1]:
         return None
@@ -49,7 +49,7 @@ def _linear(module: nn.Module) -> bool:
             module.kernel_size == module.stride == (1,) and module.groups == 1 and module.padding in ((0,), "same")
         )
         return pointwise and guard.is_plain(module)
-    return type(module) is nn.Linear and guard.is_plain(module)
+    return original_class(module) is nn.Linear and guard.is_plain(module)
 
 
 def _sizes(module: Any) -> tuple[int, int]:

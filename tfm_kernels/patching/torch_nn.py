@@ -1,13 +1,20 @@
-"""torch.nn's attention, norms and Transformer layers become those of tfm_kernels.nn, which have the same state."""
+"""torch.nn's attention, norms and Transformer layers become those of tfm_kernels.nn, which have the same state.
+
+A Linear that no block runs takes the product that suits its rows: in decoding, where they are few, a kernel's.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from .. import _check
 from .. import nn as fused
+from ..nn._bypass import LINEARS, ordinary
 from . import frozen, swap
+from .linear import linear
 from .registry import Recipe, register_recipe
 
 
@@ -41,6 +48,27 @@ def _attention(original: Any) -> type:
     return Fused
 
 
+def _is_linear(module: nn.Module) -> bool | str:
+    if type(module) is not nn.Linear:
+        return False
+    return module.weight.device.type == "cpu" or "away from the CPU a Linear by itself has nothing to fuse with"
+
+
+def _linear(original: Any) -> type:
+    class Fused(original):
+        def forward(self, input: Tensor) -> Tensor:
+            return linear(input, self) if _is_product(input, self.weight, self.bias) else super().forward(input)
+
+    return Fused
+
+
+def _is_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call is a product of floats in ordinary tensors; all else, bad calls among it, is PyTorch's."""
+    if not ordinary(x, weight, bias) or x.dtype not in _check.FLOATING or x.is_nested or x.layout != torch.strided:
+        return False
+    return x.dim() > 0 and x.shape[-1] == weight.shape[-1]
+
+
 def _itself(module: nn.Module) -> list[nn.Module]:
     return [module]
 
@@ -68,3 +96,7 @@ _register(nn.TransformerDecoderLayer, _LAYER, covers=_BLOCK)
 _register(nn.TransformerEncoder, "the stack of tfm_kernels.nn")
 _register(nn.TransformerDecoder, "the stack of tfm_kernels.nn")
 _register(nn.Transformer, "the encoder-decoder of tfm_kernels.nn")
+register_recipe(
+    Recipe("torch.nn.Linear", _is_linear, _linear, "the product that suits its rows", projects=_itself), first=False
+)
+LINEARS.append(swap.fused_class(nn.Linear, "torch.nn.Linear"))
