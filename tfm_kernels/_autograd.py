@@ -66,8 +66,9 @@ class Rule:
         self.like = -1 if like is None else given.index(like)
         self.count = len(arguments)
 
-    def save(self, ctx: Any, arguments: tuple, outputs: tuple) -> None:
+    def save(self, ctx: Any, arguments: tuple, outputs: Any) -> None:
         """Keeps on ``ctx`` what the backward operator is going to be given."""
+        outputs = _several(outputs)
         stand_ins = {o: arguments[stand_in] for o, argument, stand_in in self.absent if arguments[argument] is None}
         tensors: list[Any] = []
         others: list[Any] = []
@@ -77,7 +78,8 @@ class Rule:
                 (tensors if is_tensor else others).append(value)
         ctx.save_for_backward(*tensors)
         ctx.others, ctx.absent = others, list(stand_ins)
-        ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i not in self.differentiable))
+        if len(self.differentiable) < len(outputs):  # torch.compile takes it of several outputs alone
+            ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i not in self.differentiable))
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, backward: Callable[..., Any], needs: Sequence[bool], *douts: Any) -> list:
@@ -95,7 +97,7 @@ class Rule:
                 given.append(next(tensors if is_tensor else others))
         if given[0] is None:
             given[0] = torch.zeros_like(given[self.like])
-        results = backward(*given)
+        results = _several(backward(*given))
         found: list[Any] = [None] * self.count
         for result, (argument, shared) in zip(results, self.targets, strict=True):
             if needs[argument]:
@@ -118,7 +120,7 @@ def differentiate(
     like: str | None = None,
     absent: Mapping[str, tuple[str, str]] | None = None,
     shared: Mapping[str, str] | None = None,
-) -> Callable[..., tuple]:
+) -> Callable[..., Any]:
     """Joins the forward and backward operators of an op into its one differentiable function.
 
     The rule serves three doors: the C++ extension, which is the fast one; an autograd.Function outside the operators,
@@ -134,7 +136,8 @@ def differentiate(
         shared: none by default.
 
     Returns:
-        apply(backend, *arguments) -> the forward operator's outputs, recording a graph where a gradient is needed.
+        apply(backend, *arguments) -> the forward operator's outputs (one alone by itself), recording a graph where a
+        gradient is needed.
     """
     first = next(iter(forward))  # all backends have one schema
     rule = Rule(forward[first], backward[first], like, absent or {}, shared or {})
@@ -167,7 +170,7 @@ def differentiate(
         if operator in plain_calls:
             plans[backend] = rule.known_to_apply(operator._schema.name, bwd._schema.name)
 
-    def apply(backend: str, *arguments: Any) -> tuple:
+    def apply(backend: str, *arguments: Any) -> Any:
         compiling = torch.compiler.is_compiling()
         if backend in plans and not compiling:
             outputs = cpu_extension.apply(plans[backend], *arguments)  # type: ignore[union-attr]
@@ -180,6 +183,11 @@ def differentiate(
         return below_autograd(forward[backend], *arguments)
 
     return apply
+
+
+def _several(results: Any) -> tuple:
+    """The results of an operator, of which one alone comes by itself."""
+    return (results,) if isinstance(results, torch.Tensor) else results
 
 
 def _distinct(arguments: Sequence[Any]) -> list:

@@ -17,11 +17,16 @@ T5 = dict(vocab_size=99, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads
 IMAGE = dict(
     hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4
 )
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 GPT2 = dict(vocab_size=99, n_positions=64, n_embd=WIDTH, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
 FLOAT64 = "in float64 its own code takes the variance in float32"
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "llama": ("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2}),
+    "mistral": ("MistralForCausalLM", {**DECODER, "num_key_value_heads": 2, "sliding_window": 4}),
+    "qwen2": ("Qwen2ForCausalLM", {**DECODER, "num_key_value_heads": 2}),
+    "qwen3": ("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 2, "head_dim": 16}),
+    "gemma": ("GemmaForCausalLM", {**DECODER, "num_key_value_heads": 1, "head_dim": 8}),
     "bart": ("BartForConditionalGeneration", BART),
     "marian": ("MarianMTModel", BART),
     "t5": ("T5ForConditionalGeneration", T5),
@@ -31,7 +36,11 @@ MODELS = {
 }
 EXPECTED = {  # what must have been fused: class name -> how many
     "gpt2": {"GPT2Block": 2, "GPT2MLP": 2, "LayerNorm": 5},
-    "llama": {"LlamaMLP": 2, "LlamaRMSNorm": 5},
+    "llama": {"LlamaDecoderLayer": 2, "LlamaMLP": 2, "LlamaRMSNorm": 5},
+    "mistral": {"MistralDecoderLayer": 2, "MistralMLP": 2, "MistralRMSNorm": 5},
+    "qwen2": {"Qwen2DecoderLayer": 2, "Qwen2MLP": 2, "Qwen2RMSNorm": 5},
+    "qwen3": {"Qwen3DecoderLayer": 2, "Qwen3MLP": 2, "Qwen3RMSNorm": 9},
+    "gemma": {"GemmaMLP": 2},
     "bart": {"BartEncoderLayer": 2, "BartDecoderLayer": 2},
     "marian": {"MarianEncoderLayer": 2, "MarianDecoderLayer": 2},
     "t5": {"T5DenseActDense": 4, "T5LayerNorm": 12},
@@ -55,7 +64,7 @@ def run_of(kind):
         torch.manual_seed(1)
         pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
         return lambda m: m(pixels.to(next(m.parameters()))).last_hidden_state
-    if kind in ("gpt2", "llama"):
+    if kind in ("gpt2", *LLAMAS):
         return lambda m: m(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
     return lambda m: m(ids, attention_mask=mask, decoder_input_ids=ids[:, :5], use_cache=False).logits
 
@@ -69,16 +78,16 @@ def test_same_numbers(kind):
             assert len(fused) >= count, f"{name}: {len(fused)}\n{report}"
         attentions = [e for e in report.entries if e.kind.endswith("Attention") and not e.kind.startswith("T5Layer")]
         assert attentions and all(entry.replaced for entry in attentions), str(report)
-    rms = kind.endswith("t5") or kind == "llama"
+    rms = kind.endswith("t5") or kind in LLAMAS and kind != "gemma"  # whose norms are not ours
     assert_same_results(model, run_of(kind), double_fallbacks=FLOAT64 if rms else None)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bart", "t5"])
+@pytest.mark.parametrize("kind", ["gpt2", *LLAMAS, "bart", "t5"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
 def test_generation(kind, options):
     model = build(kind)
     ids, mask = batch()
-    if kind in ("gpt2", "llama"):
+    if kind in ("gpt2", *LLAMAS):
         ids, mask = ids[1:2], mask[1:2]
     told = dict(attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0, **options)
     wanted = model.generate(ids, **told)
@@ -135,7 +144,7 @@ def test_half_precision_t5_keeps_its_wide_matrix():
 def test_attention_weights(kind, backend):
     model = build(kind)
     ids, mask = batch(lengths=(7, 7, 7))
-    more = {} if kind in ("gpt2", "llama") else {"decoder_input_ids": ids[:, :5]}
+    more = {} if kind in ("gpt2", *LLAMAS) else {"decoder_input_ids": ids[:, :5]}
     model.set_attn_implementation("eager")
     wanted = model(ids, output_attentions=True, **more)
     with tfk.patch(model, backend=backend):

@@ -16,4 +16,5 @@ from .layer_norm import layer_norm as layer_norm
 from .layer_norm import rms_norm as rms_norm
 from .linear import linear as linear
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from .rotary import rotary as rotary
 from .scaled_dot_product_attention import scaled_dot_product_attention as scaled_dot_product_attention

@@ -4,6 +4,7 @@ from . import bart as bart
 from . import bert as bert
 from . import distilbert as distilbert
 from . import huggingface_parts as huggingface_parts
+from . import llama as llama
 from . import pre_norm as pre_norm
 from . import sequential as sequential
 from . import torch_encoder as torch_encoder

@@ -114,6 +114,12 @@ def cache_of(cache: Any, kwargs: dict[str, Any]) -> Any:
     return kwargs.pop("past_key_values", None) if cache is None else cache
 
 
+def interface(module: Any) -> Callable[..., Any]:
+    """The attention function that a module's own code would call."""
+    own = sys.modules[swap.original_class(module).__module__]
+    return own.ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, own.eager_attention_forward)
+
+
 def is_ours(config: Any) -> bool:
     """Whether a config's attention goes to us."""
     return str(getattr(config, "_attn_implementation", None)).startswith(NAME)

@@ -53,15 +53,20 @@ def _register_feed_forward(name: str, known: Known, *args: Any, **kwargs: Any) -
     _register(name, "feed-forward", known, _feed_forward(known, *args, **kwargs))
 
 
-def _rms_norm(self: Any, x: Tensor) -> Tensor | str:
-    if self.weight.dtype != x.dtype:
+def why_not_rms_norm(norm: Any, x: Tensor) -> str | None:
+    """None where T5's or Llama's norm of ``x`` is that of ops, else why not."""
+    if norm.weight.dtype != x.dtype:
         return "its weight has another dtype than its input"
-    if self.weight.dtype.itemsize == 8:
-        return "in float64 its own code takes the variance in float32"
-    return ops.rms_norm(x, self.weight, self.variance_epsilon, backend=options(self).backend)
+    return "in float64 its own code takes the variance in float32" if norm.weight.dtype.itemsize == 8 else None
+
+
+def _rms_norm(self: Any, x: Tensor) -> Tensor | str:
+    reason = why_not_rms_norm(self, x)
+    return reason or ops.rms_norm(x, self.weight, self.variance_epsilon, backend=options(self).backend)
 
 
 # fingerprints of transformers 5.23 (source.py)
+LLAMA_NORM = "f5c95295c0f8"
 _register_feed_forward(
     "gpt2.mlp",
     Known({"forward": "e0cb41d12c40"}, {"c_fc": CONV1D, "c_proj": CONV1D}, (), "act", ("dropout",)),
@@ -94,4 +99,4 @@ _register_feed_forward(
     "gate_proj", "down_proj", gate="up_proj",
 )  # fmt: skip
 _register("t5.norm", "rms_norm", Known({"forward": "b5a15c016629"}, {}), _rms_norm)
-_register("llama.norm", "rms_norm", Known({"forward": "f5c95295c0f8"}, {}), _rms_norm)
+_register("llama.norm", "rms_norm", Known({"forward": LLAMA_NORM}, {}), _rms_norm)

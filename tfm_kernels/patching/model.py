@@ -20,9 +20,9 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     """Put the fused layers into an existing model, in place.
 
     Recognises torch.nn's attention, norms, feed-forward sequences, linear and Transformer layers, Hugging Face
-    families, and classes registered with a recipe. The model, its modules and its parameters stay the same objects under the same
-    names; checkpoints, optimizers and hooks on the outside go on as before. What the fused code cannot honour (hooks on
-    inner modules, adapters, output_attentions ...) runs the original code, call by call.
+    families, and classes registered with a recipe. The model, its modules and its parameters stay the same objects
+    under the same names; checkpoints, optimizers and hooks on the outside go on as before. What the fused code cannot
+    honour (hooks on inner modules, adapters, output_attentions ...) runs the original code, call by call.
 
     ``torch.jit.trace`` works under ``torch.no_grad()`` and with ``check_trace=False``, for the shapes it is shown: a
     trace cannot keep the Python by which the ops record gradients, and its check takes the same graph with other names
@@ -36,12 +36,12 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
             question answering, which takes a softmax over them (a child named ``qa_outputs``).
         freeze: keep the weights of self-attention's projections, and of every Linear that no fused block runs, packed
             for the matrix library from call to call: for inference on a CPU, at the price of a second copy of them (in
-            float32), made at the first call that is large enough to gain. A frozen module in training mode or asked for a gradient raises RuntimeError.
-            Weights may be loaded, assigned, moved and written to in place: their copies are made anew. They must not
-            be written to past PyTorch's count of writes, by ``.data`` or from NumPy: that would not be noticed. The
-            copies are in no state_dict, deepcopy or pickle; ``unpatch`` drops them; under torch.compile and
-            torch.autocast they are not used. On processors with AVX2 and no AVX-512, where the library is slower than
-            what runs without them, none is made.
+            float32), made at the first call that is large enough to gain. A frozen module in training mode or asked for
+            a gradient raises RuntimeError. Weights may be loaded, assigned, moved and written to in place: their copies
+            are made anew. They must not be written to past PyTorch's count of writes, by ``.data`` or from NumPy: that
+            would not be noticed. The copies are in no state_dict, deepcopy or pickle; ``unpatch`` drops them; under
+            torch.compile and torch.autocast they are not used. On processors with AVX2 and no AVX-512, where the
+            library is slower than what runs without them, none is made.
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda" for every fused op, or None to choose automatically.
 
     Returns:

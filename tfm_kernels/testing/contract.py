@@ -12,6 +12,7 @@ from torch import Tensor
 from .judge import TRUTHS, judge, main_tensor
 from .report import Report
 
+_CONSTANTS = {"rotary": ("cos", "sin")}  # floating arguments that no kernel has a gradient for
 Douts = Mapping[str, Tensor | None] | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | None]] | None
 
 
@@ -21,7 +22,7 @@ class Results:
 
     Attributes:
         outputs: output name -> tensor.
-        grads: argument name -> gradient, for every floating-point tensor argument.
+        grads: argument name -> gradient, for every floating-point tensor argument; not for rotary's cos and sin.
         douts: output name -> the gradient that the backward was given.
     """
 
@@ -53,7 +54,7 @@ def run(
     leaves = {
         name: t.detach().requires_grad_(backward)
         for name, t in inputs.items()
-        if isinstance(t, Tensor) and t.is_floating_point()
+        if isinstance(t, Tensor) and t.is_floating_point() and name not in _CONSTANTS.get(op, ())
     }
     with torch.set_grad_enabled(backward):
         result = getattr(ops, op)(**{**inputs, **leaves}, backend=backend)
@@ -95,7 +96,7 @@ def assert_contract(
 
     Args:
         op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn",
-            "linear", "int8_linear", "int8_ffn" or "linear_cross_entropy".
+            "linear", "int8_linear", "int8_ffn", "linear_cross_entropy" or "rotary".
         inputs: the public function's arguments by name, such as {"x": x, "weight": w, "eps": 1e-6}. With dropout_p > 0
             and no seed, seed 0 is used: the judge has to know the mask.
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda".

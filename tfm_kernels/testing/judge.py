@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, ffn, int8_ffn, int8_linear, linear, linear_cross_entropy, norm
+from . import attention, ffn, int8_ffn, int8_linear, linear, linear_cross_entropy, norm, rotary
 from .data import tame as is_tame
 from .report import Report
 from .rounding import Expected, rounding
@@ -32,6 +32,7 @@ TRUTHS: dict[str, ModuleType] = {
     "int8_linear": int8_linear,
     "int8_ffn": int8_ffn,
     "linear_cross_entropy": linear_cross_entropy,
+    "rotary": rotary,
 }
 COMPOSED = ("reference", "aten")  # of PyTorch's functions, by which and by autograd they round
 GROSS = 8.0  # aten's errors are reported; those beyond so many times what its roundings explain fail
@@ -57,11 +58,11 @@ def judge(
 
     Args:
         op: "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "attention", "attention_varlen", "ffn",
-            "linear", "int8_linear", "int8_ffn" or "linear_cross_entropy".
+            "linear", "int8_linear", "int8_ffn", "linear_cross_entropy" or "rotary".
         inputs: the public function's arguments by name: tensors in their storage types, options where not default.
             ``seed`` is needed where dropout_p > 0.
-        outputs: "out" (and "lse") of attention, "y" of ffn, norms and linear layers, "z" too of add_* norms, "loss" of
-            linear_cross_entropy.
+        outputs: "out" (and "lse") of attention, "y" of ffn, norms, linear layers and rotary, "z" too of add_* norms,
+            "loss" of linear_cross_entropy.
         grads: argument name -> gradient; absent or None is not judged.
         douts: output name -> the gradient that the backward was given; None counts as zeros.
         backend: who computed it, for the report. The errors of "aten", PyTorch's own functions, are measured; they
