@@ -16,7 +16,7 @@ EVERY = 12
 
 
 def main() -> None:
-    """Every twelfth case of the contract list, the linear layers, attention_step, and a word about how many."""
+    """Every twelfth case of the contract list, the linear layers, attention_step, rotary, and a word about how many."""
     torch.set_num_threads(2)
     count = 0
     for case in CASES[::EVERY]:
@@ -39,6 +39,11 @@ def main() -> None:
             kept = [torch.randn(9 if grows else 3, 3, 11, 8, dtype=dtype) for _ in range(2)]
             torch.ops.tfm_kernels.attention_step_cpu(*given, *kept, 11, grows, None)
             count += 1
+    for dtype, interleaved in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+        x = torch.randn(2, 3, 5, 70, dtype=dtype, requires_grad=True)
+        y = tfk.ops.rotary(x, *torch.randn(2, 2, 5, 34, dtype=dtype), interleaved=interleaved, backend="cpu")
+        torch.autograd.grad(y.sum(), x)
+        count += 1
     print(f"{count} passed, 0 failed")
 
 

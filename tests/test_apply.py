@@ -185,6 +185,7 @@ def plain_inputs():
             lambda backend, x: ops.linear_cross_entropy(x, weight, torch.tensor([7, 0, 3]), backend=backend),
             rows,
         ),
+        "rotary": (lambda backend, x: ops.rotary(x, rows, rows, backend=backend), draw(1, 2, 3, 8, grad=False)),
     }
 
 
@@ -224,6 +225,7 @@ def test_outputs_may_be_written_into():
         "ffn": lambda x: ops.ffn(x, weight, None, weight, None, backend="cpu"),
         "linear": lambda x: ops.linear(x, weight, backend="cpu"),
         "int8_linear": lambda x: ops.int8_linear(x, BYTES, torch.ones(8), dynamic=True, backend="cpu"),
+        "rotary": lambda x: ops.rotary(x[None], weight[:3], weight[3:6], backend="cpu"),
         "nn.LayerNorm": tfk.nn.LayerNorm(8, elementwise_affine=False, backend="cpu"),
         "nn.RMSNorm": tfk.nn.RMSNorm(8, elementwise_affine=False, backend="cpu"),
     }

@@ -89,6 +89,11 @@ def loss(dtype):
     return {"x": given["x"], "weight": given["weight"], "target": numbers, "bias": given["bias"]}
 
 
+def rotary(dtype):
+    shapes = {"x": (3, 2, 5, 8), "cos": (3, 5, 6), "sin": (3, 5, 6)}
+    return {name: torch.randn(*shape).to(dtype) for name, shape in shapes.items()}
+
+
 # function -> (valid arguments, {tensor: axes whose size is tied}, tensors whose rank is free, required tensors,
 #              tensors that may not be float64 beside others of another dtype, {option: bad values})
 FUNCTIONS = {
@@ -228,6 +233,14 @@ FUNCTIONS = {
             "label_smoothing": PROBABILITIES,
             "reduction": ["MEAN", "average", None, 1, True, ["sum"]],
         },
+    ),
+    "rotary": (
+        rotary,
+        {"x": [0, 2], "cos": [0, 1], "sin": [0, 1, 2]},
+        set(),
+        {"x", "cos", "sin"},
+        {"cos", "sin"},
+        {"interleaved": FLAGS},
     ),
 }
 

@@ -152,6 +152,8 @@ CALLS = {
         (rand(2, 3, 8), rand(16, 8, grad=True), torch.full((2, 3), 5), rand(16)),
         {"reduction": "sum", "ignore_index": 5},
     ),
+    "rotary": ((rand(2, 3, 5, 8), rand(5, 6), rand(5, 6)), {"interleaved": True}),
+    "rotary training": ((rand(2, 3, 5, 8, grad=True), rand(2, 5, 8), rand(2, 5, 8)), {}),
     "attention": ((*heads(), tfk.Mask.causal() & tfk.Mask.lengths(torch.tensor([12, 5]))), {}),
     "attention training": ((*heads(grad=True),), {"bias": BIAS, "scale": 0.2}),
     "attention_varlen": ((*PACKED, ENDS, ENDS, 9, 9), {}),

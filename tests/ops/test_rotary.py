@@ -152,8 +152,15 @@ def test_what_is_not_finite_stays_in_its_pair(backend):
         ({"sin": torch.ones(5, 46)}, r"sin must have shape \(5, 48\) to match cos"),
         ({"cos": torch.ones(5, 47), "sin": torch.ones(5, 47)}, "cos must have an even number of columns, at most 64"),
         ({"cos": torch.ones(5, 66), "sin": torch.ones(5, 66)}, "cos must have an even number of columns, at most 64"),
-        ({"cos": torch.ones(5, 48).half(), "sin": torch.ones(5, 48).half()}, "cos must be float32 to go with x"),
-        ({"cos": torch.ones(5, 48).double()}, "cos and sin must have one dtype"),
+        (
+            {"cos": torch.ones(5, 48).half(), "sin": torch.ones(5, 48).half()},
+            "cos and sin must both be float32 to go with x, got x float32, cos float16",
+        ),
+        ({"cos": torch.ones(5, 48).double()}, "cos and sin must both be float32 to go"),
+        (
+            {"x": torch.ones(2, 3, 5, 64).half(), "cos": torch.ones(5, 48).half()},
+            "cos and sin must both be float16 or float32",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

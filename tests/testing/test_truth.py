@@ -87,6 +87,16 @@ CALLS = {
         )
         for dynamic in (False, True)
     },
+    **{
+        f"rotary {interleaved}": (
+            "rotary",
+            {
+                **{"x": randn(2, 3, 4, 7), "cos": randn(2, 4, 6), "sin": randn(2, 4, 6)},
+                **{"interleaved": interleaved},
+            },
+        )
+        for interleaved in (False, True)
+    },
     "linear": ("linear", {"x": randn(2, 4, 6), "weight": randn(5, 6), "bias": randn(5)}),
     **{
         f"linear_cross_entropy {reduction} {smoothing}": (

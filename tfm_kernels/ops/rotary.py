@@ -59,7 +59,10 @@ def describe(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) 
     for name, value in tensors.items():
         _check.tensor("rotary", name, value)
     _check.floating("rotary", **tensors)
-    _check.same("rotary", cos=cos, sin=sin)
+    if cos.dtype != sin.dtype or cos.dtype not in (x.dtype, torch.float32):
+        allowed = " or ".join(dict.fromkeys((_check.dtype_name(x), "float32")))
+        given = ", ".join(f"{name} {_check.dtype_name(value)}" for name, value in tensors.items())
+        raise ValueError(f"rotary: cos and sin must both be {allowed} to go with x, got {given}")
     _check.same_device("rotary", **tensors)
     _check.dense("rotary", **tensors)
     if not isinstance(interleaved, bool):
@@ -73,9 +76,6 @@ def describe(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) 
     _check.shape("rotary", "sin", sin, cos.shape, "cos", cos)
     if cos.shape[-1] % 2 or cos.shape[-1] > width:
         raise ValueError(f"rotary: cos must have an even number of columns, at most {width}, got {cos.shape[-1]}")
-    if cos.dtype not in (x.dtype, torch.float32):
-        allowed = " or ".join(dict.fromkeys((_check.dtype_name(x), "float32")))
-        raise ValueError(f"rotary: cos must be {allowed} to go with x, got {_check.dtype_name(cos)}")
     training, angles = _check.records_graph(*tensors.values()), _check.records_graph(cos, sin)
     return Call(x.device.type, x.dtype, tuple(x.shape), cos.shape[-1], interleaved, training, angles)
 

@@ -1,21 +1,23 @@
 """The judge of rotary: float64 truth, bounds and the written-out eager formula.
 
-y_i = x_i cos_ti - x_j sin_ti, y_j = x_j cos_tj + x_i sin_tj; dx by the same pairs, turned back
+y_i = x_i cos_ti - x_j sin_ti, y_j = x_j cos_tj + x_i sin_tj; dx by the same pairs, turned back;
+dcos = sum of dy x and dsin = sum of +-dy x_other, over heads, and over rows that share them
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .rounding import Expected, rounding
+from .rounding import Expected, rounding, sum_bound, walk
 
 
 def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], douts: Mapping[str, Tensor | None]):
-    """Name -> Expected for y, and for dx where ``douts`` holds dy. cos and sin are constants."""
+    """Name -> Expected for y, and for every gradient where ``douts`` holds dy."""
     x, cos, sin = inputs["x"], inputs["cos"].double().unsqueeze(-3), inputs["sin"].double().unsqueeze(-3)
     other = _partner(x.shape[-1], cos.shape[-1], inputs.get("interleaved", False), x.device)
     ones = (*cos.shape[:-1], x.shape[-1] - cos.shape[-1])
@@ -24,8 +26,23 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     expected = {"y": _turned(x.double(), cos, sin * sign, other, x.dtype)}
     dy = douts.get("y")
     if dy is not None:
-        expected["dx"] = _turned(dy.double(), cos, (sin * sign)[..., other], other, x.dtype)
+        dy = dy.double()
+        expected["dx"] = _turned(dy, cos, (sin * sign)[..., other], other, x.dtype)
+        expected["dcos"] = _factor(dy * x.double(), inputs["cos"])
+        expected["dsin"] = _factor(dy * x.double()[..., other] * sign, inputs["sin"])
     return expected
+
+
+def _factor(terms: Tensor, factor: Tensor) -> Expected:
+    """The gradient of a factor: the sum of ``terms`` over the heads, and the rows where all have one table."""
+    terms = terms[..., : factor.shape[-1]]
+    dims = (0, 1) if factor.dim() == 2 or factor.shape[0] == 1 else (1,)
+    count = math.prod(terms.shape[i] for i in dims)
+    over = lambda t: t.sum(dims).view(factor.shape)  # noqa: E731
+    value, absolute = over(terms), over(terms.abs())
+    bound = sum_bound(value, absolute, count, factor.dtype, factor.dtype)
+    unit = rounding(factor.dtype).unit
+    return Expected(value, bound, factor.dtype, extra=walk(count), between=unit * absolute)
 
 
 def _partner(width: int, turned: int, interleaved: bool, device: torch.device) -> Tensor:
