@@ -17,7 +17,7 @@ T5 = dict(vocab_size=99, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads
 IMAGE = dict(
     hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4
 )
-LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2")
 GPT2 = dict(vocab_size=99, n_positions=64, n_embd=WIDTH, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
 FLOAT64 = "in float64 its own code takes the variance in float32"
 MODELS = {
@@ -27,6 +27,7 @@ MODELS = {
     "qwen2": ("Qwen2ForCausalLM", {**DECODER, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 2, "head_dim": 16}),
     "gemma": ("GemmaForCausalLM", {**DECODER, "num_key_value_heads": 1, "head_dim": 8}),
+    "olmo2": ("Olmo2ForCausalLM", {**DECODER, "num_key_value_heads": 2}),
     "bart": ("BartForConditionalGeneration", BART),
     "marian": ("MarianMTModel", BART),
     "t5": ("T5ForConditionalGeneration", T5),
@@ -40,7 +41,8 @@ EXPECTED = {  # what must have been fused: class name -> how many
     "mistral": {"MistralDecoderLayer": 2, "MistralMLP": 2, "MistralRMSNorm": 5},
     "qwen2": {"Qwen2DecoderLayer": 2, "Qwen2MLP": 2, "Qwen2RMSNorm": 5},
     "qwen3": {"Qwen3DecoderLayer": 2, "Qwen3MLP": 2, "Qwen3RMSNorm": 9},
-    "gemma": {"GemmaMLP": 2},
+    "gemma": {"GemmaMLP": 2, "GemmaRMSNorm": 5},
+    "olmo2": {"Olmo2MLP": 2, "Olmo2RMSNorm": 9},
     "bart": {"BartEncoderLayer": 2, "BartDecoderLayer": 2},
     "marian": {"MarianEncoderLayer": 2, "MarianDecoderLayer": 2},
     "t5": {"T5DenseActDense": 4, "T5LayerNorm": 12},
@@ -78,7 +80,7 @@ def test_same_numbers(kind):
             assert len(fused) >= count, f"{name}: {len(fused)}\n{report}"
         attentions = [e for e in report.entries if e.kind.endswith("Attention") and not e.kind.startswith("T5Layer")]
         assert attentions and all(entry.replaced for entry in attentions), str(report)
-    rms = kind.endswith("t5") or kind in LLAMAS and kind != "gemma"  # whose norms are not ours
+    rms = kind.endswith("t5") or kind in LLAMAS
     assert_same_results(model, run_of(kind), double_fallbacks=FLOAT64 if rms else None)
 
 

@@ -14,6 +14,8 @@ from .known import Known
 from .registry import Recipe, register_recipe
 from .swap import fell_back, options
 
+_IN_FLOAT64 = "in float64 its own code takes the variance in float32"
+
 
 def _register(name: str, what: str, known: Known, run: Any) -> None:
     """A recipe for modules whose forward takes one tensor; ``run`` may give part of a sentence where it will not."""
@@ -57,12 +59,19 @@ def why_not_rms_norm(norm: Any, x: Tensor) -> str | None:
     """None where T5's or Llama's norm of ``x`` is that of ops, else why not."""
     if norm.weight.dtype != x.dtype:
         return "its weight has another dtype than its input"
-    return "in float64 its own code takes the variance in float32" if norm.weight.dtype.itemsize == 8 else None
+    return _IN_FLOAT64 if norm.weight.dtype.itemsize == 8 else None
 
 
 def _rms_norm(self: Any, x: Tensor) -> Tensor | str:
     reason = why_not_rms_norm(self, x)
     return reason or ops.rms_norm(x, self.weight, self.variance_epsilon, backend=options(self).backend)
+
+
+def _gemma_norm(self: Any, x: Tensor) -> Tensor | str:
+    """Its weight is kept as the distance from 1."""
+    if self.weight.dtype.itemsize == 8 or x.dtype.itemsize == 8:
+        return _IN_FLOAT64
+    return ops.rms_norm(x, 1.0 + self.weight.float(), self.eps, backend=options(self).backend)
 
 
 # fingerprints of transformers 5.23 (source.py)
@@ -99,4 +108,7 @@ _register_feed_forward(
     "gate_proj", "down_proj", gate="up_proj",
 )  # fmt: skip
 _register("t5.norm", "rms_norm", Known({"forward": "b5a15c016629"}, {}), _rms_norm)
-_register("llama.norm", "rms_norm", Known({"forward": LLAMA_NORM}, {}), _rms_norm)
+_register(
+    "llama.norm", "rms_norm", Known({"forward": (LLAMA_NORM, "9bb6bb8e55cf")}, {}), _rms_norm
+)  # the second: Olmo 2 ...
+_register("gemma.norm", "rms_norm", Known({"forward": "6178835fbd02", "_norm": "020b369189b2"}, {}), _gemma_norm)
