@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,19 @@ def test_killed_from_outside(tmp_path, whole, lines):
     before = metrics.read_bytes().count(b"\n")
     assert start(tmp_path).returncode == 0
     assert lines <= before <= len(whole[0]) and toy.losses(tmp_path) == whole[0]
+
+
+def test_a_run_without_logits_goes_on_bit_for_bit(tmp_path):
+    """In this process; the names in its checkpoints are the model's."""
+    for steps in (8, 12):
+        model = toy.run(tmp_path / "stopped", replace(toy.CONFIG, steps=steps, schedule="constant"), kind="masked")
+    toy.run(tmp_path / "whole", replace(toy.CONFIG, schedule="constant"), kind="masked")
+    found = toy.losses(tmp_path / "stopped")
+    assert found == toy.losses(tmp_path / "whole") and len(found) == 15
+    folder = training.Checkpoints(tmp_path / "stopped" / "checkpoints").path(12)
+    weights = checkpoint.load_tensors(folder / "model.safetensors")
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_folder_is_there_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -1,6 +1,9 @@
-"""A tiny causal language model with dropout and tied weights, its data, and a program that trains it and may die.
+"""Two tiny language models with dropout and tied weights, their data, and a program that trains one and may die.
 
-python -m tests.training.toy FOLDER [--die POINT] [--strategy ddp] [--accumulation 2] [--precision bf16] [--dropout 0]
+One is a module of the user's that gives logits; the other is tfm_kernels' masked one, which is trained without them.
+
+python -m tests.training.toy FOLDER [--kind masked] [--die POINT] [--strategy ddp] [--accumulation 2]
+    [--precision bf16] [--dropout 0]
 """
 
 import argparse
@@ -48,10 +51,24 @@ def examples():
     return training.LineExamples(TEXT * 3, vocabulary, 40), vocabulary.size
 
 
-def run(folder, config=CONFIG, dropout=0.1, processes=None):
-    data, size = examples()
+def masked():
+    vocabulary = training.CharacterVocabulary("".join(TEXT))
+    return training.MaskedExamples(TEXT * 3, vocabulary, 40, seed=1), vocabulary.size
+
+
+def masked_model(size, dropout):
+    sizes = {"d_model": WIDTH, "nhead": 2, "dim_feedforward": 32, "dropout": dropout, "share_embeddings": True}
+    return tfk.models.MaskedLanguageModel(tfk.models.MaskedLanguageConfig(size, 2, max_length=40, **sizes))
+
+
+KINDS = {"causal": (examples, Toy), "masked": (masked, masked_model)}
+
+
+def run(folder, config=CONFIG, dropout=0.1, processes=None, kind="causal"):
+    read, build = KINDS[kind]
+    data, size = read()
     torch.manual_seed(3)
-    model = Toy(size, dropout)
+    model = build(size, dropout)
     training.train(
         model, data, config, Path(folder), d_model=WIDTH, validation=data, processes=processes, progress=False
     )
@@ -79,7 +96,8 @@ def arm(point):
     where, _, call = point.partition(":")
     call = int(call)
     if where == "batch":
-        training.LineExamples.batch = dying(training.LineExamples.batch, call)
+        for data in training.LineExamples, training.MaskedExamples:
+            data.batch = dying(data.batch, call)
     elif where == "write":  # half of a checkpoint's files are there
         durable.sync = dying(durable.sync, call)
     elif where == "rename":
@@ -93,6 +111,7 @@ def arm(point):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
+    parser.add_argument("--kind", choices=KINDS, default="causal")
     parser.add_argument("--die")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--strategy", default="ddp")
@@ -104,7 +123,7 @@ def main():
     torch.set_num_threads(1)
     config = replace(CONFIG, strategy=options.strategy, precision=options.precision, accumulation=options.accumulation)
     with training.processes("cpu") as here:
-        run(options.folder, config, options.dropout, here)
+        run(options.folder, config, options.dropout, here, options.kind)
 
 
 if __name__ == "__main__":

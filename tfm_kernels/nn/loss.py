@@ -23,6 +23,19 @@ _NAME = "LinearCrossEntropyLoss"
 _IGNORED = -100  # where ignore_index is None, as in F.cross_entropy
 
 
+def of_linear(linear: Any, input: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """ops.linear_cross_entropy of a layer's output, which is not called: for callers that asked ``plain_linear``.
+
+    Args:
+        linear: the nn.Linear whose weight and bias are read.
+        input: (..., E). It and the parameters in autocast's dtype, where autocast is on.
+        target: (...), int64.
+        options: of ops.linear_cross_entropy.
+    """
+    x, weight, bias = as_autocast(input, linear.weight, linear.bias)  # torch's does not see inside our operators
+    return ops.linear_cross_entropy(x, weight, target, bias, **options)
+
+
 class LinearCrossEntropyLoss(_WeightedLoss):
     """loss = cross_entropy(linear(input), target), for class numbers without a tensor of logits.
 
@@ -142,8 +155,7 @@ class LinearCrossEntropyLoss(_WeightedLoss):
         linear: Any = self.linear
         sizes = self.num_classes, self.in_features  # a weight that was tied may have others
         _check.shape(_NAME, "linear.weight", linear.weight, sizes, "num_classes and in_features")
-        x, weight, bias = as_autocast(input, linear.weight, linear.bias)  # torch's does not see inside our operators
-        loss = ops.linear_cross_entropy(x, weight, target, bias, **self._options(), backend=self.backend)
+        loss = of_linear(linear, input, target, **self._options(), backend=self.backend)
         return loss.to(input.dtype) if autocast_dtype(input.device) is None else loss
 
     def _composed(self, input: Tensor, target: Tensor) -> Tensor:

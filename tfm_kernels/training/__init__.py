@@ -17,6 +17,7 @@ from .loop import evaluate as evaluate
 from .loop import train as train
 from .loss import cross_entropy as cross_entropy
 from .masking import mask_tokens as mask_tokens
+from .objective import Objective as Objective
 from .optimizer import adamw as adamw
 from .schedule import constant as constant
 from .schedule import cosine as cosine

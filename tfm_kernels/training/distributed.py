@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
+
+from .objective import Objective
 
 STRATEGIES = ("ddp", "fsdp")
 
@@ -41,11 +43,11 @@ class Processes:
         if self.world > 1:
             dist.barrier()
 
-    def spread(self, model: nn.Module, strategy: str) -> nn.Module:
-        """The model to call in training: the same one, or in DDP, or with its parameters sharded by FSDP2.
+    def spread(self, objective: Objective, strategy: str) -> nn.Module:
+        """The module to call in training: the same one, or in DDP, or with its parameters sharded by FSDP2.
 
         Args:
-            model: on this process's device, with the same weights everywhere.
+            objective: on this process's device, with the same weights everywhere.
             strategy: "ddp" keeps a copy of everything in each process; "fsdp" shards parameters, gradients and
                 moments, a layer at a time.
 
@@ -55,15 +57,16 @@ class Processes:
         if strategy not in STRATEGIES:
             raise ValueError(f"spread: strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
         if self.world == 1:
-            return model
+            return objective
         if strategy == "ddp":
-            return DistributedDataParallel(model)
+            return DistributedDataParallel(objective)
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,))
-        for stack in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        for stack in (module for module in objective.modules() if isinstance(module, nn.ModuleList)):
             for layer in stack:
                 fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)  # in place; the model is an FSDPModule now
-        return model
+        fully_shard(objective, mesh=mesh)  # in place; it is an FSDPModule now
+        register_fsdp_forward_method(objective, "scores")
+        return objective
 
 
 @contextmanager

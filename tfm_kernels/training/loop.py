@@ -20,6 +20,7 @@ from .distributed import Processes, unsynchronised
 from .examples import Batch, Examples
 from .loss import IGNORED, correct, counted, cross_entropy
 from .metrics import Metrics
+from .objective import Objective
 from .optimizer import adamw
 from .precision import autocast, scaler
 from .progress import Progress
@@ -89,7 +90,8 @@ def train(
     dropout is.
 
     Args:
-        model: gives logits (..., V) from an example's inputs; changed in place.
+        model: gives logits (..., V) from an example's inputs; changed in place. Where it can do so, ``Objective``
+            takes the loss without them.
         examples: to learn from.
         config: how.
         folder: for metrics.jsonl, loss.png and checkpoints/; made if need be.
@@ -111,7 +113,8 @@ def train(
     state = checkpoints.latest() or State(seed=config.seed)
     if state.step:
         load_weights(model, checkpoints.path(state.step))
-    spread = here.spread(model.to(here.device), config.strategy)
+    objective = Objective(model.to(here.device), smoothing=config.smoothing)
+    spread = here.spread(objective, config.strategy)
     optimizer = adamw(model, config.learning_rate, config.weight_decay, config.betas, config.eps)
     scale = scaler(config.precision, here.device)
     if state.step:
@@ -197,12 +200,12 @@ def _parts(examples: Examples, chosen: list[int], epoch: int, accumulation: int,
         mine = chosen[number::pieces]
         inputs, targets = examples.batch(mine or chosen[:1], epoch)
         targets = targets if mine else torch.full_like(targets, IGNORED)
-        parts.append((tuple(ids.to(here.device) for ids in inputs), targets.to(here.device)))
+        parts.append((tuple(ids.to(here.device) for ids in inputs), targets))
     return parts
 
 
 def _update(
-    model: nn.Module,
+    objective: nn.Module,
     optimizer: torch.optim.Optimizer,
     scale: torch.amp.GradScaler,
     parts: list[Batch],
@@ -214,14 +217,13 @@ def _update(
     weight = here.world / tokens.clamp(min=1)  # processes' gradients are averaged, parts' are added
     total = torch.zeros((), device=here.device)
     for number, (inputs, targets) in enumerate(parts, 1):
-        with unsynchronised(model, number < len(parts)):
+        with unsynchronised(objective, number < len(parts)):
             with autocast(config.precision, here.device):
-                logits = model(*inputs)
-            loss = cross_entropy(logits, targets, smoothing=config.smoothing)
+                loss = objective(inputs, targets)
             scale.scale(loss * weight).backward()
         total += loss.detach()
     scale.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(objective.parameters(), config.clip or math.inf)
     scale.step(optimizer)
     scale.update()
     optimizer.zero_grad(set_to_none=True)
@@ -235,7 +237,7 @@ def evaluate(
     """Mean loss (nats, without smoothing) and accuracy over all targets of a dataset, as its epoch 0 has them.
 
     Args:
-        model: as ``train`` takes it; left in evaluation mode.
+        model: as ``train`` takes it, or its ``Objective``, spread or not; left in evaluation mode.
         examples: to evaluate.
         config: its tokens and precision are used.
         here: the processes; each computes all of it, because FSDP2's layers need all of them at once.
@@ -246,13 +248,13 @@ def evaluate(
     device = here.device if here else next(model.parameters()).device
     model.eval()
     inner = getattr(model, "module", model)  # DDP's forward is for training
+    objective = inner if isinstance(inner, Objective) else Objective(inner)
     sums = torch.zeros(3, dtype=torch.float64)
     limit = max(config.tokens, max(examples.lengths))
     for chosen in TokenBatches(examples.lengths, limit, 0, shuffle=False).epoch(0):
         inputs, targets = examples.batch(chosen, 0)
-        targets = targets.to(device)
         with autocast(config.precision, device):
-            logits = inner(*(ids.to(device) for ids in inputs))
+            logits, targets = objective.scores(tuple(ids.to(device) for ids in inputs), targets)
         found = cross_entropy(logits, targets), correct(logits, targets), counted(targets)
         sums += torch.stack([value.double() for value in found]).cpu()
     loss, right, count = sums.tolist()
