@@ -1,10 +1,11 @@
 """python -m bench.models: whole models against the same models of torch.nn; bench/results/<device>/models/models.json.
 
-Training: one step (forward, loss, backward, AdamW) of each model of tfm_kernels.models, of the same model from
-torch.nn's layers with their scaled_dot_product_attention, and of that one under torch.compile; same weights, same
-tokens, same dropout rates; freed memory stays with the process, as in `tfm_kernels train`. Decoding: greedy with the
-cache, without it, and torch.nn's decoder with keys and values kept by hand, and with its modules called as they are
-and their inputs kept. In turns, in an order shuffled anew each round.
+Training: one step (forward, loss, backward, AdamW) of each model of tfm_kernels.models with the loss that training
+takes, of the same model from torch.nn's layers with their scaled_dot_product_attention and F.cross_entropy of its
+logits, and of that one under torch.compile; same weights, same tokens, same targets (no padding; of a masked model the
+15 % that are hidden), same dropout rates; freed memory stays with the process, as in `tfm_kernels train`. Decoding:
+greedy with the cache, without it, and torch.nn's decoder with keys and values kept by hand, and with its modules called
+as they are and their inputs kept. In turns, in an order shuffled anew each round.
 
 python -m bench.models                    everything, about 4 minutes on 2 cores
 python -m bench.models --only "decoding"  the cases whose name matches
@@ -27,8 +28,11 @@ from torch import Tensor, nn
 
 import tfm_kernels as tfk
 from tests.models.peers import Peer
-from tfm_kernels import _measured
+from tfm_kernels import _measured, training
+from tfm_kernels.training import seeds
 from tfm_kernels.training.allocator import keep_freed_memory
+from tfm_kernels.training.loss import IGNORED
+from tfm_kernels.training.vocabulary import MASK, SPECIALS
 
 from . import record, timing
 
@@ -92,17 +96,30 @@ def tokens(vocabulary: int, rows: int, length: int) -> Tensor:
     return ids.masked_fill(torch.arange(length) >= lengths[:, None], 0)
 
 
-def training_step(model: nn.Module, inputs: list[Tensor], targets: Tensor) -> Callable[[], None]:
-    """One step, as a function that repeats it."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, foreach=True)
-    model.train()
+class Logits(nn.Module):
+    """What ``training.Objective`` computes, as a program on torch.nn writes it."""
 
-    def step() -> None:
-        scores = model(*inputs)
-        loss = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=0)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        """The sum of the loss."""
+        scores = self.model(*inputs)
+        return F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def training_step(objective: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor) -> Callable[[], Tensor]:
+    """One step, as a function that repeats it and returns the mean of the loss."""
+    optimizer = torch.optim.AdamW(objective.parameters(), 1e-4, foreach=True)
+    objective.train()
+
+    def step() -> Tensor:
+        loss = objective(inputs, targets) / (targets != IGNORED).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        return loss.detach()
 
     return step
 
@@ -113,15 +130,28 @@ def trained(name: str) -> dict[str, Callable[[], object]]:
     build, (rows, length, target_length) = TRAINED[name]
     torch.manual_seed(0)
     ours = build()
-    config = ours.config
-    inputs = [tokens(config.source_vocab if target_length else config.vocab, rows, length)]
-    if target_length:
-        inputs.append(tokens(config.target_vocab, rows, target_length))
-    targets = torch.randint(1, 2, (rows,)) if "classifier" in name else inputs[-1]
+    inputs, targets = batch(ours, rows, length, target_length)
     theirs, compiled = TorchModel(ours), TorchModel(ours)
     compiled.compile()
-    models = {"ours": ours, "torch": theirs, "torch.compile": compiled}
-    return {who: training_step(model, inputs, targets) for who, model in models.items()}
+    objectives = {"ours": training.Objective(ours), "torch": Logits(theirs), "torch.compile": Logits(compiled)}
+    return {who: training_step(objective, inputs, targets) for who, objective in objectives.items()}
+
+
+def batch(model: Any, rows: int, length: int, target_length: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(inputs, targets) as the task of the model has them."""
+    if target_length:
+        vocabularies = model.config.source_vocab, model.config.target_vocab
+        inputs = tokens(vocabularies[0], rows, length), tokens(vocabularies[1], rows, target_length)
+        return inputs, inputs[1].masked_fill(inputs[1] == 0, IGNORED)
+    vocabulary = model.config.vocab
+    ids = tokens(vocabulary, rows, length)
+    if isinstance(model, tfk.models.TransformerClassifier):
+        return (ids,), torch.randint(1, 2, (rows,))
+    if isinstance(model, tfk.models.MaskedLanguageModel):
+        how = {"vocab_size": vocabulary, "mask_id": MASK, "first_ordinary": len(SPECIALS)}
+        hidden, targets = training.mask_tokens(ids, **how, random=seeds.generator(0, "mask"))
+        return (hidden,), targets
+    return (ids,), ids.masked_fill(ids == 0, IGNORED)
 
 
 class KeptByHand:

@@ -8,6 +8,7 @@ import torch
 import tfm_kernels as tfk
 from bench import models, record, timing
 from tfm_kernels.testing.float64 import assert_same_in_float64
+from tfm_kernels.training.loss import IGNORED
 
 TINY = {"d_model": 16, "nhead": 2, "dim_feedforward": 16, "norm_first": True, "max_length": 512}
 
@@ -32,16 +33,51 @@ def test_every_implementation_is_timed_and_written(tmp_path, capsys):
     assert "x torch.compile" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("length", [3, 12])
-def test_the_torch_model_computes_the_same(length, request):
-    """In float64, where only a mistake is larger than 1e-9."""
+@pytest.fixture
+def in_float64():
+    """Where only a mistake is larger than 1e-9."""
     torch.set_default_dtype(torch.float64)
-    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("length", [3, 12])
+def test_the_torch_model_computes_the_same(length, in_float64):
     torch.manual_seed(0)
     ours = models.TRAINED["classifier"][0]().eval()
     ids = models.tokens(50, 4, length)
     assert (ids == 0).any() and (ids != 0).any(1).all()
     assert_same_in_float64(models.TorchModel(ours).eval()(ids), ours(ids))
+
+
+LANGUAGE = tfk.models.MaskedLanguageConfig(50, 1, dropout=0.0, **TINY)
+SIZES = {"num_encoder_layers": 1, "num_decoder_layers": 1, "dropout": 0.0, **TINY}
+KINDS = {
+    "classifier": lambda: tfk.models.TransformerClassifier(tfk.models.ClassifierConfig(50, 2, 1, dropout=0.0, **TINY)),
+    "masked language": lambda: tfk.models.MaskedLanguageModel(LANGUAGE),
+    "causal language": lambda: tfk.models.CausalLanguageModel(tfk.models.CausalLanguageConfig(**vars(LANGUAGE))),
+    "translation": lambda: tfk.models.TranslationTransformer(tfk.models.TranslationConfig(50, 40, **SIZES)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_steps_have_the_same_losses(kind, monkeypatch, in_float64):
+    """Also the second one, which the first one's gradients decide."""
+    monkeypatch.setitem(models.TRAINED, kind, (KINDS[kind], (6, 12, 9 if kind == "translation" else 0)))
+    steps = models.trained(kind)
+    assert set(steps) == {"ours", "torch", "torch.compile"}
+    for _ in range(2):
+        ours, *others = (step() for step in steps.values())
+        for other in others:
+            assert_same_in_float64(ours, other)
+
+
+def test_targets_are_those_of_the_task():
+    ids, targets = models.batch(KINDS["causal language"](), 6, 40, 0)
+    padding = ids[0] == 0
+    assert padding.any() and torch.equal(targets == IGNORED, padding)
+    _, targets = models.batch(KINDS["masked language"](), 6, 40, 0)
+    assert 0.05 < (targets != IGNORED)[~padding].float().mean() < 0.3 and (targets[padding] == IGNORED).all()
 
 
 @pytest.mark.parametrize("decoder", [models.KeptByHand, models.InputsKeptByHand])
