@@ -1,6 +1,7 @@
 """``translate``: a line for each line, BLEU against a reference, and one sentence for what is wrong."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +80,28 @@ def test_the_output_is_opened_before_the_work_and_gone_where_it_fails(run, runs,
     assert seen == [True] and not (tmp_path / "out").exists()
     refused(run(*command, tmp_path / "absent" / "out"), "cannot be written (No such file or directory)")
     assert seen == [True]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is a device of Linux")
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_full_disk_is_one_sentence_and_the_text_is_printed(run, runs, monkeypatch, tmp_path, size):
+    """Whether it shows when the text is written or, for a short one, when the file is closed."""
+    text, out = ["a dog" * size, "ä cat"], tmp_path / "out"
+    monkeypatch.setattr(translate, "_translations", lambda *_: text)
+    making = Path.open
+
+    def full(self, mode="r", **how):
+        if self != out:
+            return making(self, mode, **how)
+        making(self, mode, **how).close()
+        return making(Path("/dev/full"), "w", **how)
+
+    monkeypatch.setattr(Path, "open", full)
+    code, printed, err = run("translate", runs / "translate", runs / "en", "--out", out)
+    assert code == 1 and printed == "".join(f"{line}\n" for line in text)
+    said = f"{out} cannot be written (No space left on device); what was to be in it is printed instead"
+    assert err == f"python -m tfm_kernels translate: {said}\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -85,12 +85,13 @@ def shortened(count: int, tokens: int) -> None:
 
 @contextmanager
 def new_file(option: str, path: Path | None) -> Iterator[Callable[[str], Any]]:
-    """A new file, opened before the work whose result it is for; what writes into it, or prints where path is None.
+    """A new file, opened before the work whose result it is for; what writes all of it, or prints where path is None.
 
-    Where the work fails, the file is not there.
+    Where the work fails, the file is not there. Where the file cannot take its text, as on a full disk, it is not there
+    either, and the text is printed.
 
     Raises:
-        CommandError: the file is there already, or cannot be made.
+        CommandError: the file is there already, or cannot be made or written.
     """
     if path is None:
         yield sys.stdout.write
@@ -101,9 +102,19 @@ def new_file(option: str, path: Path | None) -> Iterator[Callable[[str], Any]]:
         raise CommandError(f"{path} exists; {option} must be a new file") from error
     except OSError as error:
         raise CommandError(f"{path} cannot be written ({error.strerror})") from error
+
+    def write(text: str) -> None:
+        try:
+            with file:
+                file.write(text)
+        except OSError as error:
+            sys.stdout.write(text)
+            words = f"{path} cannot be written ({error.strerror}); what was to be in it is printed instead"
+            raise CommandError(words) from error
+
     try:
         with file:
-            yield file.write
+            yield write
     except BaseException:
         path.unlink(missing_ok=True)
         raise

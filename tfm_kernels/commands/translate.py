@@ -31,7 +31,12 @@ def add(commands: Any) -> None:
         help="file of sentences, one a line; - is the standard input. What is longer than the run's --max-length is "
         "cut, and how many lines were is told",
     )
-    command.add_argument("--out", type=Path, help="write the translations to this new file instead of printing them")
+    command.add_argument(
+        "--out",
+        type=Path,
+        help="write the translations to this new file instead of printing them; should "
+        "the disk be full, they are printed after all",
+    )
     command.add_argument("--beams", type=int, default=4, help="default 4; 1 is greedy")
     command.add_argument("--length-penalty", type=float, default=1.0, help="default 1; larger prefers longer ones")
     command.add_argument("--max-tokens", type=int, help="of a translation; default 1.5 times the longest source, + 10")
