@@ -227,3 +227,82 @@ def test_custom_encoder_and_decoder():
     model = tfk.nn.Transformer(E, H, custom_encoder=Twice(), custom_decoder=Sum(), batch_first=True)
     x = randn(B, TS, E)
     assert torch.equal(model(x, x), 3 * x) and not list(model.parameters())
+
+
+class AtPlaces(nn.Module):
+    """What forward_at gives, or the same from all of forward's output."""
+
+    def __init__(self, encoder, places, mask, whole):
+        super().__init__()
+        self.encoder, self.places, self.mask, self.whole = encoder, places, mask, whole
+
+    def forward(self, src):
+        if not self.whole:
+            return self.encoder.forward_at(src, self.places, self.mask)
+        rows = torch.arange(len(src)).unsqueeze(1)
+        return self.encoder(src, mask=self.mask)[rows, self.places]
+
+
+def stack(norm_first, layers, final, backend):
+    layer = tfk.nn.TransformerEncoderLayer(
+        E, H, FF, 0.0, batch_first=True, norm_first=norm_first, dtype=torch.float64, backend=backend
+    )
+    return tfk.nn.TransformerEncoder(layer, layers, tfk.nn.LayerNorm(E, dtype=torch.float64) if final else None)
+
+
+MASKS = [None, tfk.Mask.lengths(torch.tensor([2, 5, 3])), tfk.Mask.keep(~SRC_PAD[:, None, None, :])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("layers, final", [(1, False), (2, True), (2, False), (0, True)])
+@pytest.mark.parametrize("mask", MASKS, ids=["all", "lengths", "keep"])
+@pytest.mark.parametrize("places", [[[0, 1], [4, 0], [2, 1]], [[3], [0], [2]]], ids=["two", "one"])
+def test_a_stack_at_some_places_is_the_stack_there(backend, norm_first, layers, final, mask, places):
+    """The output and every gradient, that of the input too."""
+    encoder, places = stack(norm_first, layers, final, backend), torch.tensor(places)
+    found, expected = (results(AtPlaces(encoder, places, mask, whole), [randn(B, TS, E)]) for whole in (False, True))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same_in_float64(found[name], tensor, name)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_stack_at_some_places_computes_little_else(norm_first, monkeypatch):
+    """Rows of each feed-forward block, and queries of each attention."""
+    ffn, attention, seen = tfk.ops.ffn, tfk.ops.attention, []
+    monkeypatch.setattr(tfk.ops, "ffn", lambda x, *a, **o: seen.append(tuple(x.shape[:-1])) or ffn(x, *a, **o))
+    monkeypatch.setattr(tfk.ops, "attention", lambda q, *a, **o: seen.append(q.shape[2]) or attention(q, *a, **o))
+    encoder, places = stack(norm_first, 2, True, "cpu"), torch.tensor([[0, 1], [4, 0], [2, 1]])
+    encoder.forward_at(randn(B, TS, E), places)
+    assert seen == [TS, (B, TS), 2, (B, 2)]
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(
+    "watched", ["", "layers.1", "layers.1.self_attn", "layers.1.norm2", "layers.1.linear2", "layers.1.dropout", "norm"]
+)
+def test_whoever_watches_the_last_layer_sees_all_of_it(norm_first, watched):
+    encoder, places, seen = stack(norm_first, 2, True, "cpu"), torch.tensor([[0, 1], [4, 0], [2, 1]]), []
+    x = randn(B, TS, E)
+    expected = encoder.forward_at(x, places)
+    hook = lambda module, given, output: seen.append(output[0] if isinstance(output, tuple) else output)
+    encoder.get_submodule(watched).register_forward_hook(hook)
+    assert_same_in_float64(encoder.forward_at(x, places), expected)
+    assert [tuple(output.shape[:2]) for output in seen] == [(B, TS)]
+
+
+@pytest.mark.parametrize(
+    ("places", "got"),
+    [
+        (torch.zeros(2, 1, dtype=torch.int64), r"int64 of shape \(2, 1\)"),
+        (torch.zeros(3, dtype=torch.int64), r"int64 of shape \(3,\)"),
+        (torch.zeros(3, 1), r"float32 of shape \(3, 1\)"),
+    ],
+)
+def test_places_that_do_not_fit_are_refused(places, got):
+    words = rf"^TransformerEncoder: places must be int64 of shape \(3, C\) to match src \(3, 5, 12\), got {got}$"
+    with pytest.raises(ValueError, match=words):
+        stack(True, 1, True, "cpu").forward_at(randn(B, TS, E), places)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        stack(True, 1, True, "cpu").forward_at(randn(B, TS, E), torch.full((3, 1), TS))

@@ -93,6 +93,56 @@ def test_where_nothing_counts_all_gradients_are_zero(fused, backend, kind):
     assert fused == [(backend, 0)]
 
 
+@pytest.fixture
+def picked(monkeypatch):
+    """The shapes (B, C) of the places that the masked model's encoder was asked for."""
+    shapes, original = [], tfk.nn.TransformerEncoder.forward_at
+
+    def forward_at(self, src, places, mask=None):
+        shapes.append(tuple(places.shape))
+        return original(self, src, places, mask)
+
+    monkeypatch.setattr(tfk.nn.TransformerEncoder, "forward_at", forward_at)
+    return shapes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(
+    "counts, shape", [((1, 2, 3), (3, 3)), ((0, 1, 0), (3, 1)), ((0, 0, 0), None), ((1, 4, 2), None)]
+)
+def test_the_last_layer_of_a_masked_model_where_targets_are_few(fused, picked, backend, norm_first, counts, shape):
+    """Up to half of the columns; rows with fewer targets, or none, among them."""
+    model = small("masked", dtype=torch.float64, backend=backend, norm_first=norm_first, share_embeddings=True)
+    ids = inputs("masked")
+    targets = torch.full_like(ids[0], IGNORED)
+    for row, count in enumerate(counts):
+        targets[row, torch.randperm(4, generator=torch.Generator().manual_seed(row))[:count]] = row + 1
+    assert_is_the_loss_of_the_logits(model, ids, targets, backend=backend)
+    assert picked == ([shape] if shape else []) and fused == [(backend, sum(counts))]
+
+
+@pytest.mark.parametrize("change", ["features", "encoder"])
+def test_a_masked_model_with_parts_of_ones_own_is_not_asked_for_places(picked, change):
+    class Own(tfk.models.MaskedLanguageModel):
+        def features(self, ids):
+            return 2 * super().features(ids)
+
+    class Encoder(nn.Module):
+        def forward(self, x, mask):
+            return x.tanh()
+
+    model, ids = small("masked", dtype=torch.float64), inputs("masked")
+    if change == "features":
+        model.__class__ = Own
+    else:
+        model.encoder = Encoder()
+    targets = torch.full_like(ids[0], IGNORED)
+    targets[:, 0] = 3
+    assert_is_the_loss_of_the_logits(model, ids, targets)
+    assert not picked
+
+
 class Doubled(tfk.models.CausalLanguageModel):
     def forward(self, ids):
         return 2 * super().forward(ids)
@@ -122,6 +172,7 @@ def test_a_forward_of_ones_own_is_called(fused):
 
 @pytest.mark.parametrize("place", ["", "output"])
 @pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_hooks_see_what_they_saw(fused, hook, place):
     model, ids = small("masked", dtype=torch.float64), inputs("masked")
     seen = []

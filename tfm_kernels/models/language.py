@@ -12,7 +12,7 @@ from ..mask import Mask
 from ..nn import _arguments
 from .config import StackConfig
 from .embedding import InputEmbedding
-from .padding import check_ids, padding
+from .padding import Padding, check_ids, padding
 from .stack import encoder
 from .token_model import TokenModel
 
@@ -66,6 +66,10 @@ class LanguageModel(TokenModel):
 
     def features(self, ids: Tensor) -> Tensor:
         """What ``output`` turns into scores: (B, T, E)."""
+        x, found = self._embedded(ids)
+        return self.encoder(x, mask=found.hidden_from(self.sight))
+
+    def _embedded(self, ids: Tensor) -> tuple[Tensor, Padding]:
         check_ids(type(self).__name__, "ids", ids, self.config.vocab, self.config.max_length)
         found = padding(ids, self.config.pad_id)
-        return self.encoder(self.embedding(ids, found.positions), mask=found.hidden_from(self.sight))
+        return self.embedding(ids, found.positions), found

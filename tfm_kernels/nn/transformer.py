@@ -7,18 +7,20 @@ of our layers the last residual sum of a layer is fused with the first norm of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import _check
 from ..mask import Mask
 from . import _arguments
+from ._bypass import plain
 from .attention import causal_hint
 from .layer_norm import LayerNorm, add, norm_of_sum
-from .transformer_layer import Pending, TransformerDecoderLayer, TransformerEncoderLayer, floating
+from .transformer_layer import Pending, TransformerDecoderLayer, TransformerEncoderLayer, at, floating
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -78,16 +80,41 @@ class TransformerEncoder(nn.TransformerEncoder):
             As ``src``.
         """
         hint = causal_hint(mask, is_causal)
-        x, pending = src, None
-        for layer in self.layers:
-            if isinstance(layer, TransformerEncoderLayer) and layer._chains():
-                x, pending = layer._pre_norm(x, pending, mask, src_key_padding_mask, hint)
-                continue
-            x, pending = _settled(x, pending), None
-            masks = mask, src_key_padding_mask
-            if not isinstance(layer, TransformerEncoderLayer):
-                masks = floating(mask, src), floating(src_key_padding_mask, src)
-            x = layer(x, src_mask=masks[0], src_key_padding_mask=masks[1], is_causal=hint)
+        x, pending = _encoded(self.layers, src, mask, src_key_padding_mask, hint)
+        return _finished(x, pending, self.norm)
+
+    def forward_at(self, src: Tensor, places: Tensor, mask: Mask | None = None) -> Tensor:
+        """What ``forward`` gives at some places: the last layer computes no queries and no feed-forward for the others.
+
+        Where its modules are not the project's own or carry hooks, all is computed and the places are picked.
+
+        Args:
+            src: (B, T, E); the layers are batch_first.
+            places: (B, C), int64, positions in [0, T).
+            mask: hides keys, the same from every query.
+
+        Returns:
+            (B, C, E).
+
+        Raises:
+            ValueError: places has another shape or dtype.
+        """
+        _check.tensor("TransformerEncoder", "places", places)
+        if places.dim() != 2 or len(places) != len(src) or places.dtype != torch.int64:
+            raise ValueError(
+                f"TransformerEncoder: places must be int64 of shape ({len(src)}, C) to match src {tuple(src.shape)}, "
+                f"got {_check.dtype_name(places)} of shape {tuple(places.shape)}"
+            )
+        layers: list[nn.Module] = list(self.layers)
+        last = layers.pop() if layers else None
+        unseen = plain(self, TransformerEncoder) and (self.norm is None or plain(self.norm, type(self.norm)))
+        if not (unseen and isinstance(last, TransformerEncoderLayer) and last._answers_at()):
+            return at(self(src, mask=mask), places)
+        x, pending = _encoded(layers, src, mask, None, False)
+        if last.norm_first:
+            x, pending = last._pre_norm(x, pending, mask, None, False, places)
+        else:
+            x, pending = last._post_norm(_settled(x, pending), mask, None, False, places), None
         return _finished(x, pending, self.norm)
 
 
@@ -267,6 +294,22 @@ class Transformer(nn.Transformer):
     ) -> Tensor:
         """The memory, of which the decoder will not see what ``memory_key_padding_mask`` hides."""
         return self.encoder(src, mask=mask, src_key_padding_mask=key_padding_mask, is_causal=is_causal)
+
+
+def _encoded(layers: Iterable[nn.Module], src: Tensor, *masks: Any) -> tuple[Tensor, Pending | None]:
+    """``src`` behind encoder layers, and what is left to be added to it; masks are mask, padding, whether causal."""
+    mask, key_padding_mask, hint = masks
+    x, pending = src, None
+    for layer in layers:
+        if isinstance(layer, TransformerEncoderLayer) and layer._chains():
+            x, pending = layer._pre_norm(x, pending, mask, key_padding_mask, hint)
+            continue
+        x, pending = _settled(x, pending), None
+        given = mask, key_padding_mask
+        if not isinstance(layer, TransformerEncoderLayer):
+            given = floating(mask, src), floating(key_padding_mask, src)
+        x = layer(x, src_mask=given[0], src_key_padding_mask=given[1], is_causal=hint)
+    return x, pending
 
 
 def _settled(x: Tensor, pending: Pending | None) -> Tensor:

@@ -106,23 +106,49 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             x, (f, dropout, backend) = self._pre_norm(x, None, src_mask, src_key_padding_mask, is_causal)
             return add(f, x, dropout, backend)
         masks = (*self._masks(x, src_mask, src_key_padding_mask), is_causal)
-        if not own:
-            if self.norm_first:
-                x = x + self._sa_block(self.norm1(x), *masks)
-                return x + self._ff_block(self.norm2(x))
-            x = self.norm1(x + self._sa_block(x, *masks))
-            return self.norm2(x + self._ff_block(x))
-        x = norm_of_sum(attend(self.self_attn, x, x, *masks), x, self.dropout1, self.norm1)
-        return norm_of_sum(self._feed_forward(x), x, self.dropout2, self.norm2)
+        if own:
+            return self._post_norm(x, *masks)
+        if self.norm_first:
+            x = x + self._sa_block(self.norm1(x), *masks)
+            return x + self._ff_block(self.norm2(x))
+        x = self.norm1(x + self._sa_block(x, *masks))
+        return self.norm2(x + self._ff_block(x))
 
     def _pre_norm(
-        self, x: Tensor, pending: Pending | None, mask: Any, key_padding_mask: Tensor | None, is_causal: bool
+        self,
+        x: Tensor,
+        pending: Pending | None,
+        mask: Any,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, Pending]:
         """A norm_first layer whose first residual sum is still to be done, and whose last one is left to be done."""
         y, x = enter(x, pending, self.norm1)
         masks = self._masks(x, mask, key_padding_mask)
-        y, x = add_norm(attend(self.self_attn, y, y, *masks, is_causal), x, self.dropout1, self.norm2)
+        query, x = (y, x) if places is None else (at(y, places), at(x, places))
+        y, x = add_norm(attend(self.self_attn, query, y, *masks, is_causal), x, self.dropout1, self.norm2)
         return x, (self._feed_forward(y), self.dropout2, self.backend)
+
+    def _post_norm(
+        self, x: Tensor, mask: Any, key_padding_mask: Any, is_causal: bool, places: Tensor | None = None
+    ) -> Tensor:
+        """A layer with its norms behind the sublayers."""
+        query = x if places is None else at(x, places)
+        x = norm_of_sum(
+            attend(self.self_attn, query, x, mask, key_padding_mask, is_causal), query, self.dropout1, self.norm1
+        )
+        return norm_of_sum(self._feed_forward(x), x, self.dropout2, self.norm2)
+
+    def _answers_at(self) -> bool:
+        """Whether a stack may ask for some ``places`` (B, C) alone: nobody could tell that the rest is not computed."""
+        return (
+            plain(self, TransformerEncoderLayer)
+            and _own_blocks(self, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
+            and plain(self.self_attn, MultiheadAttention)
+            and self.self_attn.batch_first
+            and all(plain(module, type(module)) for module in self.modules())
+        )
 
     def _masks(self, x: Tensor, mask: Any, key_padding_mask: Any) -> tuple[Any, Any]:
         """The masks for whoever computes the attention: code written for torch's layer expects them floating."""
@@ -267,6 +293,11 @@ def enter(x: Tensor, pending: Pending | None, norm: nn.Module) -> tuple[Tensor, 
         return norm(x), x
     f, dropout, _ = pending
     return add_norm(f, x, dropout, norm)
+
+
+def at(x: Tensor, places: Tensor) -> Tensor:
+    """(B, C, E), the positions ``places`` (B, C) of ``x`` (B, T, E)."""
+    return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
 def attend(

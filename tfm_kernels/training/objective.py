@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _check
-from ..models import TranslationTransformer
+from ..models import MaskedLanguageModel, TranslationTransformer
 from ..models.language import LanguageModel
+from ..nn import TransformerEncoder
 from ..nn._bypass import plain, plain_linear
 from ..nn.loss import of_linear
 from .loss import IGNORED, cross_entropy
@@ -21,7 +22,8 @@ class Objective(nn.Module):
     """The loss of a model's logits, without computing them where no target is and without keeping them.
 
     Of a language or translation model from ``tfm_kernels.models`` only the features are computed everywhere; those of
-    counted targets go through ops.linear_cross_entropy with the output layer's parameters. A model of another class,
+    counted targets go through ops.linear_cross_entropy with the output layer's parameters. Of a masked model the last
+    layer, too, is computed for them alone, where they are few. A model of another class,
     or with a forward of its own, hooks, or an output layer that is no plain nn.Linear, is called and gives logits.
 
     Args:
@@ -82,13 +84,31 @@ class Objective(nn.Module):
         kind = type(self.model)
         return kind.forward in _OUTPUT_OF_FEATURES and plain(self.model, kind) and plain_linear(self.model.output)
 
+    def _answers_at(self) -> bool:
+        """Whether the model has ``features_at``, and it gives what ``features`` gives."""
+        model = self.model
+        ours = isinstance(model, MaskedLanguageModel) and isinstance(model.encoder, TransformerEncoder)
+        return ours and type(model).features is MaskedLanguageModel.features
+
     def _counted(self, inputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, Tensor]:
         """(features (N, E), targets (N,)) of the N counted targets."""
-        features = self.model.features(*inputs)
-        _check.shape("Objective", "targets", targets, features.shape[:-1], "the model's features", features)
+        features, targets = self._features(inputs, targets)
         features, targets = features.flatten(0, -2), targets.flatten()
         places = (targets != IGNORED).nonzero().squeeze(1)
         if len(places) < len(targets):
             targets = targets[places]
             features = features.index_select(0, places.to(features.device))
         return features, targets.to(features.device)
+
+    def _features(self, inputs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (..., E) and the targets (...) at these places: all, or of a masked model few with all counted."""
+        if self._answers_at() and targets.dim() == 2 and targets.numel() and targets.shape == inputs[0].shape:
+            wanted = targets != IGNORED
+            most = int(wanted.sum(1).max())  # the rest of a row with fewer is IGNORED
+            if 0 < most <= targets.shape[1] // 2:
+                places = wanted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+                features = self.model.features_at(*inputs, places.to(inputs[0].device))
+                return features, targets.gather(1, places)
+        features = self.model.features(*inputs)
+        _check.shape("Objective", "targets", targets, features.shape[:-1], "the model's features", features)
+        return features, targets
