@@ -1,6 +1,6 @@
-"""Benchmarks: each kernel beside its PyTorch peers, proven first, timed in turns, held against the limits.
+"""The project's own benchmarks; the harness and the grid of ops are ``tfm_kernels.bench``.
 
-``python -m bench`` runs the grid of shapes.py and writes results/<device>/<op>.json; ``python -m bench.report`` prints
-what they say. ``pytest bench/ops/bench_<op>.py`` runs the same cases under pytest-benchmark. ``python -m bench.gpu``
+``python -m bench`` runs the grid of its shapes.py and writes results/<device>/<op>.json; ``python -m bench.report``
+prints what they say. ``pytest bench/replay.py`` runs the same cases under pytest-benchmark. ``python -m bench.gpu``
 proves and times the kernels of a GPU.
 """

@@ -32,8 +32,9 @@ from unittest import mock
 import torch
 
 from tfm_kernels import Mask, _library, ops
+from tfm_kernels.bench import record
 
-from . import record
+from . import places
 
 CALLS = 300
 
@@ -154,7 +155,7 @@ def measure(op: str) -> dict[str, float]:
             environment = {**os.environ, "TRITON_CACHE_DIR": cache}
             environment.pop("TRITON_INTERPRET", None)
             command = [sys.executable, "-m", "bench.launch", "--child", op]
-            done = subprocess.run(command, cwd=record.ROOT, env=environment, capture_output=True, text=True)
+            done = subprocess.run(command, cwd=places.ROOT, env=environment, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"bench.launch: {op}: {done.stderr[-2000:]}")
             found.append(json.loads(done.stdout))

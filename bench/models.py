@@ -29,12 +29,13 @@ from torch import Tensor, nn
 import tfm_kernels as tfk
 from tests.models.peers import Peer
 from tfm_kernels import _measured, training
+from tfm_kernels.bench import record, timing
 from tfm_kernels.training import seeds
 from tfm_kernels.training.allocator import keep_freed_memory
 from tfm_kernels.training.loss import IGNORED
 from tfm_kernels.training.vocabulary import MASK, SPECIALS
 
-from . import record, timing
+from . import places
 
 PLAN = timing.Plan(seconds=12.0, least=5, most=60)
 SMALL = {"d_model": 128, "nhead": 4, "dim_feedforward": 512, "norm_first": True, "max_length": 512}
@@ -278,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found["cases"][name] = case
         faster = ", ".join(f"{times:.2f}x {who}" for who, times in case["times"].items())
         print(f"{name}: {case['ours']['median'] * 1e3:.0f} ms, {faster}", flush=True)
-    out = record.ROOT / (options.out or f"bench/results/{found['environment']['device']}/models/models.json")
+    out = places.ROOT / (options.out or f"bench/results/{found['environment']['device']}/models/models.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 import tfm_kernels as tfk
 from tfm_kernels import _measured
+from tfm_kernels.bench import record, timing
 from tfm_kernels.demo import minilm
 
-from . import record, timing
+from . import places
 from .models import LAYERS, MIDDLE, timed, tokens
 
 PLAN = timing.Plan(seconds=25.0, least=5, most=40)
@@ -127,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for who, case in found["cases"][name].items():
             took = f"{case['median'] * 1e3:8.1f} ms {case['times']:6.2f}x"
             print(f"  {who:34}{took}  {case['agreement']:.4f}", flush=True)
-    out = record.ROOT / (options.out or f"bench/results/{found['environment']['device']}/models/quantized.json")
+    out = places.ROOT / (options.out or f"bench/results/{found['environment']['device']}/models/quantized.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
     return 0

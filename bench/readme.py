@@ -11,10 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfm_kernels import Mask, _backend, _library
+from tfm_kernels.bench import record
 
-from . import record
+from . import places
 
-README = record.ROOT / "README.md"
+README = places.ROOT / "README.md"
 # folder of results -> the processor, of which the machine itself says less
 OTHERS = {
     "cpu-avx2": "AMD EPYC of the Zen 3 kind: AVX2, no AVX-512",
@@ -33,8 +34,8 @@ def rewrite() -> bool:
 def render(text: str) -> str:
     """README's text with its tables made anew between their markers."""
     text = _between(text, "matrix", matrix())
-    text = _between(text, "measured", measured(record.load(record.RESULTS / "cpu")))
-    return _between(text, "ranges", ranges({name: record.load(record.RESULTS / name) for name in OTHERS}))
+    text = _between(text, "measured", measured(record.load(places.RESULTS / "cpu")))
+    return _between(text, "ranges", ranges({name: record.load(places.RESULTS / name) for name in OTHERS}))
 
 
 def _between(text: str, name: str, content: str) -> str:

@@ -1,4 +1,4 @@
-"""pytest-benchmark as a carrier of samples that were taken in turns.
+"""pytest-benchmark as a carrier of samples that were taken in turns: `pytest bench/replay.py -k "layer_norm and N768"`.
 
 pytest-benchmark times one callable at a time, so peers would be measured minutes apart, and on a machine with a noisy
 neighbour the difference between those minutes is larger than the one between kernels. So the samples come from
@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 
 from tfm_kernels import _backend
+from tfm_kernels.bench import grid, measure, timing
+from tfm_kernels.bench.subject import Group, groups
 
-from . import measure, timing
-from .subject import Group, Subject, groups
 
-
-def competitors(subject: Subject) -> list[tuple[Group, str]]:
-    """The parameters of an op's tests: each group with each implementation that may compete on it."""
+def competitors() -> list[tuple[Group, str]]:
+    """The parameters of the tests: each group with each implementation that may compete on it."""
     pairs = []
-    for group in groups(subject):
+    for group in (group for subject in grid.SUBJECTS.values() for group in groups(subject)):
         compiled = [measure.COMPILED] if group.case.compiled else []
         backends = [name for name in _backend.OPS[group.case.op].support if name != "reference"]
         pairs += [(group, name) for name in (measure.EAGER, *compiled, *backends, measure.AUTO)]
@@ -53,7 +52,9 @@ def _samples(group: Group) -> dict[str, list[tuple[float, ...]]]:
     return measure.samples(group, timing.FULL)
 
 
-def carry(group: Group, implementation: str, benchmark: Any) -> None:
+@pytest.mark.parametrize("group, implementation", competitors(), ids=name)
+@pytest.mark.benchmark(timer=CLOCK.now)
+def test_grid(group: Group, implementation: str, benchmark: Any) -> None:
     """One test: measures the group if it is the first of it, then plays back its own implementation's samples."""
     taken = _samples(group).get(implementation)
     if taken is None:

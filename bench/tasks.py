@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from tfm_kernels import _measured, cli
+from tfm_kernels.bench import record
 from tfm_kernels.training import metrics
 
-from . import record
+from . import places
 
-DATA = record.ROOT.parent / "shared" / "data"  # texts are not part of the repository
-WORK = record.ROOT / ".benchmarks" / "tasks"  # runs: not for the repository
+DATA = places.ROOT.parent / "shared" / "data"  # texts are not part of the repository
+WORK = places.ROOT / ".benchmarks" / "tasks"  # runs: not for the repository
 TRANSLATION = "--share-embeddings --norm-first --d-model 256 --heads 4 --layers 3 --feed-forward 1024 --dropout 0.2"
 
 
@@ -147,7 +148,7 @@ def _measure(name: str, options: argparse.Namespace) -> bool:
         "target": task.target,
         "reached": task.reached(found),
     }
-    out = (options.out or record.RESULTS / now["device"] / "tasks") / f"{name}.json"
+    out = (options.out or places.RESULTS / now["device"] / "tasks") / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{name}: {task.target}: {'reached' if result['reached'] else 'NOT REACHED'}; {json.dumps(found)}; {out}")

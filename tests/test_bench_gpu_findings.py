@@ -14,16 +14,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench import measure, record, shapes, timing
 from bench.gpu import __main__ as gpu
 from bench.gpu import attention, build, contract, limits, machine, sanitizers, speed, table
 from bench.gpu.part import GREEN, RED, UNAVAILABLE, NotYetError, Part, Room, work
 from bench.gpu.parts import PARTS
 from bench.gpu.subjects import STEMS, SUBJECTS
-from bench.ops import bench_attention, bench_layer_norm
-from bench.subject import Group, groups
 from tests.cases import CASES
 from tfm_kernels import _library
+from tfm_kernels.bench import measure, record, shapes, timing
+from tfm_kernels.bench.ops import attention as bench_attention
+from tfm_kernels.bench.ops import layer_norm as bench_layer_norm
+from tfm_kernels.bench.subject import Group, groups
 
 NOW = {
     "protocol": 1, "device": "fake", "gpu": "Fake 1", "driver": "1", "torch": "2", "triton": "3", "nvcc": "13.0",

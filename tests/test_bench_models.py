@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from bench import models, record, timing
+from bench import models, places
+from tfm_kernels.bench import timing
 from tfm_kernels.testing.float64 import assert_same_in_float64
 from tfm_kernels.training.loss import IGNORED
 
@@ -91,8 +92,8 @@ def test_decoders_write_the_same_tokens(decoder):
 
 
 def test_readme_quotes_the_recorded_results():
-    readme = (record.ROOT / "README.md").read_text()
-    found = json.loads((record.RESULTS / "cpu" / "models" / "models.json").read_text())
+    readme = (places.ROOT / "README.md").read_text()
+    found = json.loads((places.RESULTS / "cpu" / "models" / "models.json").read_text())
     for name, case in found["cases"].items():
         (line,) = (line for line in readme.splitlines() if name in line)
         assert f"{case['ours']['median'] * 1e3:.0f} ms" in line

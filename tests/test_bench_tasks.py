@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import record, tasks
+from bench import places, tasks
 
 pytest.importorskip("safetensors")
 TINY = "--steps 2 --d-model 16 --heads 2 --feed-forward 16 --layers 1 --vocabulary 300 --quiet"
@@ -51,15 +51,15 @@ def test_seconds_of_all_parts_are_added():
 
 
 def test_the_recorded_results_reach_their_targets_and_readme_quotes_them():
-    readme = (record.ROOT / "README.md").read_text()
-    files = sorted((record.RESULTS / "cpu" / "tasks").glob("*.json"))
+    readme = (places.ROOT / "README.md").read_text()
+    files = sorted((places.RESULTS / "cpu" / "tasks").glob("*.json"))
     assert "character-lm" in [Path(file).stem for file in files]
     for file in files:
         found = json.loads(file.read_text())
         task = tasks.TASKS[file.stem]
         assert found["reached"] and task.reached(found["result"]) and found["target"] == task.target
         assert f"python -m bench.tasks {file.stem}" in readme
-    of = lambda name: json.loads((record.RESULTS / "cpu" / "tasks" / f"{name}.json").read_text())["result"]  # noqa: E731
+    of = lambda name: json.loads((places.RESULTS / "cpu" / "tasks" / f"{name}.json").read_text())["result"]  # noqa: E731
     assert f"validation loss {of('character-lm')['best_loss']:.3f}" in readme
     assert f"dev accuracy {of('classification')['accuracy']:.1%}".replace("%", " %") in readme
     assert f"sacreBLEU {of('translation')['bleu']:.1f} on" in readme

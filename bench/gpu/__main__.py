@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench import places
+from tfm_kernels.bench import record
 
 from . import machine, table
 from .conductor import ask, conduct
@@ -59,7 +60,7 @@ def main(
     now = ask(read)
     if "refusal" in now:
         return _refuse(now["refusal"])
-    folder = options.out or record.RESULTS / now["device"]
+    folder = options.out or places.RESULTS / now["device"]
     chosen = [part for part in parts if (part.name in options.part if options.part else not part.named)]
     subjects = [subject for subject in SUBJECTS if not options.op or subject.stem in options.op]
     room = Room(folder, now, time.monotonic(), subjects)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.ops import bench_attention
-from bench.shapes import Attention
-from bench.subject import BACKWARD, FORWARD, Eager, Group
 from tests.cases import Case, pairs_once
 from tfm_kernels import Mask, dropout, ops
+from tfm_kernels.bench.ops import attention as bench_attention
+from tfm_kernels.bench.shapes import Attention
+from tfm_kernels.bench.subject import BACKWARD, FORWARD, Eager, Group
 from tfm_kernels.testing import assert_contract, invariance, run
 from tfm_kernels.testing.contract import bits_equal
 

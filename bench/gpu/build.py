@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from bench import gate, record
-from bench.record import Results
-from bench.subject import groups
+from bench import places
 from tfm_kernels import _library
+from tfm_kernels.bench import gate
+from tfm_kernels.bench.record import Results
+from tfm_kernels.bench.subject import groups
 from tfm_kernels.testing import run
 
 from . import machine
@@ -72,7 +73,7 @@ class Extensions:
         """Starts the compilers, once."""
         if self.process is None and self._absent() is None:
             command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-            self.process = subprocess.Popen(command, cwd=record.ROOT, stdout=self.words, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, cwd=places.ROOT, stdout=self.words, stderr=subprocess.STDOUT)
 
     def end(self) -> dict[str, Any]:
         """Waits for them; what there was no time for is tried again by the next run."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from bench.record import Results
 from tests.cases import Case, report_case
+from tfm_kernels.bench.record import Results
 
 from .part import Item, Room
 

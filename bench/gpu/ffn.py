@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from bench.limits import matrix_rate
-from bench.ops import bench_ffn
-from bench.shapes import Ffn
-from bench.subject import BACKWARD, FORWARD, Eager, Group
 from tests.cases import Case, pairs_once
 from tfm_kernels import dropout, ops
+from tfm_kernels.bench.limits import matrix_rate
+from tfm_kernels.bench.ops import ffn as bench_ffn
+from tfm_kernels.bench.shapes import Ffn
+from tfm_kernels.bench.subject import BACKWARD, FORWARD, Eager, Group
 from tfm_kernels.testing import run
 from tfm_kernels.testing.contract import Results, bits_equal
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from bench.ops import bench_layer_norm
-from bench.shapes import Norm
-from bench.subject import BACKWARD, FORWARD, Eager, Group
 from tests.cases import Case, pairs_once
 from tfm_kernels import dropout, ops
+from tfm_kernels.bench.ops import layer_norm as bench_layer_norm
+from tfm_kernels.bench.shapes import Norm
+from tfm_kernels.bench.subject import BACKWARD, FORWARD, Eager, Group
 from tfm_kernels.testing import run
 from tfm_kernels.testing.contract import bits_equal
 

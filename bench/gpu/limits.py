@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.record import Results
+from tfm_kernels.bench.record import Results
 
 from . import machine
 from .part import Item, Room
@@ -27,7 +27,7 @@ def items(room: Room, results: Results) -> Iterator[Item]:
 
 
 def measured(results: Results) -> dict[str, Any] | None:
-    """The part's file in the form that bench.limits reads: the largest copy's rate, for every size; None without it.
+    """The part's file in the form that the harness's limits.py reads: the largest copy's rate, for every size; or None.
 
     Smaller copies are slower by what a launch costs; a kernel's share of the limit must not look better for that.
     """

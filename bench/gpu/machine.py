@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench import record
+from tfm_kernels.bench import record
 
 PROTOCOL = 1  # raised whenever what is judged or timed, or how, changes
 SOURCES = (("tfm_kernels", "*.py"), ("csrc", "*.*"), ("bench", "*.py"), ("tests", "case*.py"))

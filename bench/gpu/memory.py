@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.record import Results
+from tfm_kernels.bench.record import Results
 from tfm_kernels.testing import run
 
 from .part import Item, Room

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from bench.progress import Progress
-from bench.record import Results
 from tfm_kernels import _library
+from tfm_kernels.bench.progress import Progress
+from tfm_kernels.bench.record import Results
 
 from .item import Item
 from .subject import GpuSubject

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.record import Results
+from tfm_kernels.bench.record import Results
 
 from . import build, contract, limits, machine, memory, repeats, sanitizers, speed
 from .part import Item, Part, Room

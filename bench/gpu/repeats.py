@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.record import Results
+from tfm_kernels.bench.record import Results
 from tfm_kernels.testing import run
 from tfm_kernels.testing.contract import Results as Found
 from tfm_kernels.testing.contract import bits_equal

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from bench import record
-from bench.record import Results
+from bench import places
+from tfm_kernels.bench.record import Results
 
 from .part import RED, UNAVAILABLE, Item, Room
 from .subject import GpuSubject
@@ -45,7 +45,7 @@ def sanitize(tool: str, subject: GpuSubject, room: Room, sharing: int = 1) -> di
     limit = max(room.left() / sharing, 1.0)
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
-        done = subprocess.run(command, cwd=record.ROOT, env=environment, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(command, cwd=places.ROOT, env=environment, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         return {"state": UNAVAILABLE, "why": f"did not end within {limit:.0f} s, its share", "unfinished": True}
     words = done.stdout + done.stderr

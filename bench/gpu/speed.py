@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from bench import gate, measure, timing
-from bench.record import Results
-from bench.subject import Group, groups
 from tfm_kernels import ops
+from tfm_kernels.bench import gate, measure, timing
+from tfm_kernels.bench.record import Results
+from tfm_kernels.bench.subject import Group, groups
 
 from . import limits, machine
 from .part import GREEN, RED, UNAVAILABLE, Item, NotYetError, Room

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.subject import Group, Subject
+from tfm_kernels.bench.subject import Group, Subject
 from tfm_kernels.testing import invariance
 
 from .item import Item

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from tfm_kernels import _library, _measured
+from .. import _library, _measured
+from .._version import __version__
 
 NOTICEABLE = 100e-6  # seconds; below that a call's fixed cost decides, told apart
 PROTOCOL = 1  # raised whenever what is timed, or how, changes: numbers of two protocols are never compared
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
-QUICK_RESULTS = ROOT / ".benchmarks" / "quick"  # not for the repository
-_SOURCES = (("tfm_kernels", "*.py"), ("csrc", "*.*"), ("tfm_kernels", "_C*"), ("bench", "*.py"))
+ROOT = Path(__file__).resolve().parent.parent.parent  # of the checkout; where the package was installed, it lies here
+_PACKAGE = (("tfm_kernels", "*.py"), ("tfm_kernels", "_C*"))
+_CHECKOUT = (("csrc", "*.*"), ("bench", "*.py"))
 _MEASURED = ("tfm_kernels", "csrc", "bench", ":!bench/results")
 
 
@@ -39,11 +39,16 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "compiler": build.get("compiler", "the C++ extension is not built"),
-        "commit": git("rev-parse", "--short=12", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", *_MEASURED)),
-        "sources": sources(_SOURCES),
+        "commit": git("rev-parse", "--short=12", "HEAD") if checkout() else f"version {__version__}",
+        "dirty": checkout() and bool(git("status", "--porcelain", "--", *_MEASURED)),
+        "sources": sources(_PACKAGE + _CHECKOUT if checkout() else _PACKAGE),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def checkout() -> bool:
+    """Whether this is the project's own tree: a package installed below another project's has that one's commits."""
+    return (ROOT / "csrc").is_dir() and (ROOT / "setup.py").is_file()
 
 
 def git(*words: str) -> str:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import replay
-from bench.shapes import GRID, Ffn
-from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, drawer
+from ..shapes import GRID, Ffn
+from ..subject import BACKWARD, BOTH, FORWARD, Eager, Subject, drawer
 
 _ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -75,9 +73,3 @@ def bytes_moved(case: Ffn, itemsize: int, direction: str) -> int:
 
 
 SUBJECT = Subject("ffn", GRID["ffn"], arguments, eager, proof, flops, bytes_moved, lambda case: not case.dropout_p)
-
-
-@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
-@pytest.mark.benchmark(timer=replay.CLOCK.now)
-def test_ffn(group: Group, implementation: str, benchmark: Any) -> None:
-    replay.carry(group, implementation, benchmark)

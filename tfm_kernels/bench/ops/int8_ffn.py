@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from bench import replay
-from bench.ops import bench_ffn
-from bench.shapes import GRID, Int8Ffn
-from bench.subject import FORWARD, Eager, Group, Subject, drawer
+from ..shapes import GRID, Int8Ffn
+from ..subject import FORWARD, Eager, Subject, drawer
+from . import ffn
 
 
 def arguments(case: Int8Ffn, dtype: str, device: str = "cpu") -> dict[str, Any]:
@@ -38,7 +36,7 @@ def eager(case: Int8Ffn, given: Mapping[str, Any]) -> Eager:
 
     block = {"x": given["x"], "w1": floats("w1", "scale1"), "b1": given["b1"], "w2": floats("w2", "scale2")}
     gate = {"gate": floats("gate", "gate_scale")} if case.gated else {}
-    return bench_ffn.eager(case, {**block, "b2": given["b2"], **gate})
+    return ffn.eager(case, {**block, "b2": given["b2"], **gate})
 
 
 def proof(case: Int8Ffn) -> Int8Ffn:
@@ -59,9 +57,3 @@ def bytes_moved(case: Int8Ffn, itemsize: int, direction: str) -> int:
 
 # eager does not round x and the hidden activation to int8: 1 to 2 % of the norm
 SUBJECT = Subject("int8_ffn", GRID["int8_ffn"], arguments, eager, proof, flops, bytes_moved, lambda case: False)
-
-
-@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
-@pytest.mark.benchmark(timer=replay.CLOCK.now)
-def test_int8_ffn(group: Group, implementation: str, benchmark: Any) -> None:
-    replay.carry(group, implementation, benchmark)

@@ -7,14 +7,12 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import replay
-from bench.shapes import GRID, Attention
-from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, drawer
-from tfm_kernels import Mask
+from ...mask import Mask
+from ..shapes import GRID, Attention
+from ..subject import BACKWARD, BOTH, FORWARD, Eager, Subject, drawer
 
 
 def arguments(case: Attention, dtype: str, device: str = "cpu") -> dict[str, Any]:
@@ -111,9 +109,3 @@ SUBJECT = Subject(
     "attention", GRID["attention"], arguments, eager, proof, flops, bytes_moved,
     lambda case: not (case.dropout_p or case.packed),
 )  # fmt: skip
-
-
-@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
-@pytest.mark.benchmark(timer=replay.CLOCK.now)
-def test_attention(group: Group, implementation: str, benchmark: Any) -> None:
-    replay.carry(group, implementation, benchmark)

@@ -6,20 +6,14 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from bench import __main__ as bench
-from bench import gate, limits, measure, readme, record, report, shapes, timing
-from bench.ops import (
-    bench_attention,
-    bench_ffn,
-    bench_int8_ffn,
-    bench_int8_linear,
-    bench_layer_norm,
-    bench_linear,
-    bench_linear_cross_entropy,
-)
-from bench.shapes import Attention, Ffn, Int8Ffn, Int8Linear, Linear, LinearCrossEntropy, Norm
-from bench.subject import BACKWARD, BOTH, DIRECTIONS, FORWARD, Group, groups
+from bench import __main__ as door
+from bench import readme
+from bench import report as tables
 from tfm_kernels import Mask, _backend
+from tfm_kernels.bench import gate, grid, limits, measure, record, report, shapes, timing
+from tfm_kernels.bench.ops import attention, ffn, int8_ffn, int8_linear, layer_norm, linear, linear_cross_entropy
+from tfm_kernels.bench.shapes import Attention, Ffn, Int8Ffn, Int8Linear, Linear, LinearCrossEntropy, Norm
+from tfm_kernels.bench.subject import BACKWARD, BOTH, DIRECTIONS, FORWARD, Group, groups
 
 TINY = timing.Plan(seconds=0.0, least=2, most=2)
 MACHINE = {"copy": {"16384": 4e9, "1048576": 2e9}, "matrix": {"float32": 1e11, "bfloat16": 4e10, "float16": 2e11}}
@@ -28,12 +22,12 @@ MACHINE = {"copy": {"16384": 4e9, "1048576": 2e9}, "matrix": {"float32": 1e11, "
 @pytest.mark.parametrize("stem", shapes.GRID)
 def test_grid(stem):
     cases = shapes.GRID[stem]
-    keys = [group.key for group in groups(bench.SUBJECTS[stem])]
+    keys = [group.key for group in groups(grid.SUBJECTS[stem])]
     assert len(keys) == len(set(keys)), "two groups of one name"
     assert any(case.quick for case in cases) and any(case.headline for case in cases)
     for case in cases:
         assert case.op in _backend.OPS and json.loads(json.dumps(case.data()))["op"] == case.op
-        proof = bench.SUBJECTS[stem].proof(case)
+        proof = grid.SUBJECTS[stem].proof(case)
         assert type(proof) is type(case) and proof.op == case.op
 
 
@@ -54,34 +48,34 @@ def test_every_op_is_measured():
 def test_visible_pairs_are_those_of_the_mask(case):
     mask = Mask.lengths(torch.tensor(case.lengths))
     mask = mask & Mask.causal() if case.causal else mask
-    assert bench_attention.visible(case) == int(mask.dense(case.batch, 1, case.queries, case.kv_length).sum())
+    assert attention.visible(case) == int(mask.dense(case.batch, 1, case.queries, case.kv_length).sum())
 
 
 def test_flops_and_bytes():
     q = Attention(batch=2, heads=4, key_heads=2, queries=8, dim=16)
-    assert bench_attention.flops(q, FORWARD) == 4 * 2 * 4 * 8 * 8 * 16
-    assert bench_attention.flops(q, BACKWARD) == 10 * 2 * 4 * 8 * 8 * 16
-    assert bench_attention.bytes_moved(q, 2, FORWARD) == 2 * 2 * 8 * 16 * (4 + 4 + 2 + 2)
+    assert attention.flops(q, FORWARD) == 4 * 2 * 4 * 8 * 8 * 16
+    assert attention.flops(q, BACKWARD) == 10 * 2 * 4 * 8 * 8 * 16
+    assert attention.bytes_moved(q, 2, FORWARD) == 2 * 2 * 8 * 16 * (4 + 4 + 2 + 2)
     packed = Attention(op="attention_varlen", packed=True, batch=2, queries=8, causal=True)
-    assert packed.lengths == [4, 8] and bench_attention.visible(packed) == 10 + 36
+    assert packed.lengths == [4, 8] and attention.visible(packed) == 10 + 36
     f = Ffn(rows=3, width=8, hidden=32)
-    assert bench_ffn.flops(f, FORWARD) == 4 * 3 * 8 * 32 and bench_ffn.flops(f, BOTH) == 12 * 3 * 8 * 32
-    assert bench_ffn.flops(Ffn(rows=3, width=8, hidden=32, gated=True), FORWARD) == 6 * 3 * 8 * 32
-    assert bench_ffn.bytes_moved(f, 4, FORWARD) == 4 * (2 * 3 * 8 + 2 * 8 * 32)
+    assert ffn.flops(f, FORWARD) == 4 * 3 * 8 * 32 and ffn.flops(f, BOTH) == 12 * 3 * 8 * 32
+    assert ffn.flops(Ffn(rows=3, width=8, hidden=32, gated=True), FORWARD) == 6 * 3 * 8 * 32
+    assert ffn.bytes_moved(f, 4, FORWARD) == 4 * (2 * 3 * 8 + 2 * 8 * 32)
     lin = Linear(rows=3, width=8, out=5)
-    assert bench_linear.flops(lin, FORWARD) == 240 and bench_linear.bytes_moved(lin, 2, FORWARD) == 2 * (24 + 40 + 15)
+    assert linear.flops(lin, FORWARD) == 240 and linear.bytes_moved(lin, 2, FORWARD) == 2 * (24 + 40 + 15)
     narrow = Int8Ffn(rows=3, width=8, hidden=32, gated=True)
-    assert bench_int8_ffn.flops(narrow, FORWARD) == 6 * 3 * 8 * 32
-    assert bench_int8_ffn.bytes_moved(narrow, 4, FORWARD) == 4 * 2 * 3 * 8 + 3 * 8 * 32
+    assert int8_ffn.flops(narrow, FORWARD) == 6 * 3 * 8 * 32
+    assert int8_ffn.bytes_moved(narrow, 4, FORWARD) == 4 * 2 * 3 * 8 + 3 * 8 * 32
     short = Int8Linear(rows=3, width=8, out=5)
-    assert bench_int8_linear.flops(short, FORWARD) == 240
-    assert bench_int8_linear.bytes_moved(short, 2, FORWARD) == 2 * (24 + 15) + 40
+    assert int8_linear.flops(short, FORWARD) == 240
+    assert int8_linear.bytes_moved(short, 2, FORWARD) == 2 * (24 + 15) + 40
     loss = LinearCrossEntropy(rows=10, width=8, classes=5, ignored=0.4)
-    assert [bench_linear_cross_entropy.flops(loss, d) for d in DIRECTIONS] == [480, 960, 1440]
-    assert [bench_linear_cross_entropy.bytes_moved(loss, 2, d) for d in DIRECTIONS] == [176, 352, 528]
+    assert [linear_cross_entropy.flops(loss, d) for d in DIRECTIONS] == [480, 960, 1440]
+    assert [linear_cross_entropy.bytes_moved(loss, 2, d) for d in DIRECTIONS] == [176, 352, 528]
     n = Norm(rows=3, features=8)
-    assert [bench_layer_norm.bytes_moved(n, 2, d) for d in DIRECTIONS] == [96, 144, 240]
-    assert bench_layer_norm.bytes_moved(Norm(op="add_rms_norm", rows=3, features=8), 4, FORWARD) == 4 * 4 * 24
+    assert [layer_norm.bytes_moved(n, 2, d) for d in DIRECTIONS] == [96, 144, 240]
+    assert layer_norm.bytes_moved(Norm(op="add_rms_norm", rows=3, features=8), 4, FORWARD) == 4 * 4 * 24
 
 
 def test_limits():
@@ -110,12 +104,12 @@ def test_statistics():
 @pytest.mark.parametrize(
     "subject, case",
     [
-        (bench_layer_norm.SUBJECT, Norm(op="add_layer_norm", rows=4, features=8)),
-        (bench_attention.SUBJECT, Attention(batch=2, heads=2, queries=8, dim=8, padded=True, causal=True)),
-        (bench_attention.SUBJECT, Attention(batch=2, heads=4, key_heads=2, queries=8, dim=8, bias=True)),
-        (bench_attention.SUBJECT, Attention(op="attention_varlen", packed=True, batch=2, heads=2, queries=8, dim=8)),
-        (bench_ffn.SUBJECT, Ffn(rows=4, width=8, hidden=16, activation="silu", gated=True)),
-        (bench_linear_cross_entropy.SUBJECT, LinearCrossEntropy(rows=6, width=8, classes=5, ignored=0.3)),
+        (layer_norm.SUBJECT, Norm(op="add_layer_norm", rows=4, features=8)),
+        (attention.SUBJECT, Attention(batch=2, heads=2, queries=8, dim=8, padded=True, causal=True)),
+        (attention.SUBJECT, Attention(batch=2, heads=4, key_heads=2, queries=8, dim=8, bias=True)),
+        (attention.SUBJECT, Attention(op="attention_varlen", packed=True, batch=2, heads=2, queries=8, dim=8)),
+        (ffn.SUBJECT, Ffn(rows=4, width=8, hidden=16, activation="silu", gated=True)),
+        (linear_cross_entropy.SUBJECT, LinearCrossEntropy(rows=6, width=8, classes=5, ignored=0.3)),
     ],
     ids=lambda value: getattr(value, "label", ""),
 )
@@ -131,10 +125,10 @@ def test_a_group_is_measured(subject, case, kind):
 @pytest.mark.parametrize(
     "subject, case",
     [
-        (bench_int8_linear.SUBJECT, Int8Linear(rows=6, width=8, out=5)),
-        (bench_int8_linear.SUBJECT, Int8Linear(rows=6, width=8, out=5, dynamic=True)),
-        (bench_int8_ffn.SUBJECT, Int8Ffn(rows=6, width=8, hidden=16)),
-        (bench_int8_ffn.SUBJECT, Int8Ffn(rows=6, width=8, hidden=16, activation="silu", gated=True)),
+        (int8_linear.SUBJECT, Int8Linear(rows=6, width=8, out=5)),
+        (int8_linear.SUBJECT, Int8Linear(rows=6, width=8, out=5, dynamic=True)),
+        (int8_ffn.SUBJECT, Int8Ffn(rows=6, width=8, hidden=16)),
+        (int8_ffn.SUBJECT, Int8Ffn(rows=6, width=8, hidden=16, activation="silu", gated=True)),
     ],
     ids=lambda value: getattr(value, "label", ""),
 )
@@ -155,7 +149,7 @@ def scaled(request, monkeypatch):
 
 @pytest.mark.parametrize("kind", shapes.PASSES)
 def test_a_wrong_kernel_gets_no_number(scaled, kind):
-    group = Group(bench_layer_norm.SUBJECT, Norm(op="rms_norm", rows=64, features=128), "float32", kind)
+    group = Group(layer_norm.SUBJECT, Norm(op="rms_norm", rows=64, features=128), "float32", kind)
     found = measure.measure(group, TINY, MACHINE)
     assert "C1 broken" in found["refused"]["auto"]
     assert "auto" not in {row["implementation"] for row in found["rows"]}
@@ -167,7 +161,7 @@ def test_a_wrong_kernel_gets_no_number(scaled, kind):
 @pytest.mark.parametrize("scaled", [1.05], indirect=True)
 def test_a_wrong_result_at_full_size_gets_no_number(scaled, monkeypatch):
     monkeypatch.setattr(gate, "refusal", lambda *_: None)
-    group = Group(bench_layer_norm.SUBJECT, Norm(op="rms_norm", rows=64, features=128), "float32", "infer")
+    group = Group(layer_norm.SUBJECT, Norm(op="rms_norm", rows=64, features=128), "float32", "infer")
     assert "differs from PyTorch's" in measure.measure(group, TINY, MACHINE)["refused"]["auto"]
 
 
@@ -246,13 +240,36 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(timing, "QUICK", TINY)
     monkeypatch.setattr(limits, "measure", lambda dtypes: MACHINE)
     words = ["--op", "layer_norm", "--quick", "--only", "M1 N768 float32 infer", "--out", str(tmp_path)]
-    assert bench.main(words) == 0 and "[" in capsys.readouterr().out
-    assert bench.main(words) == 0 and "continuing: 1 of 1" in capsys.readouterr().out
-    assert report.main([str(tmp_path)]) == 0 and "vs PyTorch" in capsys.readouterr().out
-    assert bench.main(["--only", "no such case"]) == 1
-    assert report.main([str(tmp_path / "absent")]) == 1
+    assert door.main(words) == 0 and "[" in capsys.readouterr().out
+    assert door.main(words) == 0 and "continuing: 1 of 1" in capsys.readouterr().out
+    assert tables.main([str(tmp_path)]) == 0 and "vs PyTorch" in capsys.readouterr().out
+    assert door.main(["--only", "no such case"]) == 1
+    assert tables.main([str(tmp_path / "absent")]) == 1
 
 
 def test_readme_is_up_to_date():
     text = readme.README.read_text()
     assert text == readme.render(text), "run `python -m bench.report --readme`"
+
+
+def test_an_installed_package_asks_no_git(tmp_path, monkeypatch):
+    """It may lie below another project's repository, whose commits say nothing of it."""
+    assert record.checkout() and record.environment()["commit"] != f"version {tfk.__version__}"
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "git", lambda *words: pytest.fail("git was asked"))
+    (tmp_path / "tfm_kernels").mkdir()
+    (tmp_path / "tfm_kernels" / "x.py").write_text("1")
+    (tmp_path / "bench").mkdir()
+    found = record.environment()
+    assert found["commit"] == f"version {tfk.__version__}" and found["dirty"] is False
+    (tmp_path / "bench" / "of_another_package.py").write_text("")
+    assert record.environment()["sources"] == found["sources"]
+    (tmp_path / "tfm_kernels" / "x.py").write_text("2")
+    assert record.environment()["sources"] != found["sources"]
+
+
+def test_a_file_that_holds_no_results_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "layer_norm.json").write_text("{")
+    assert door.main(["--op", "layer_norm", "--quick", "--out", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and "holds no results; --fresh writes over it" in err

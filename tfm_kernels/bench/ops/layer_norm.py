@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import replay
-from bench.shapes import GRID, Norm
-from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, drawer
+from ..shapes import GRID, Norm
+from ..subject import BACKWARD, BOTH, FORWARD, Eager, Subject, drawer
 
 
 def arguments(case: Norm, dtype: str, device: str = "cpu") -> dict[str, Any]:
@@ -67,9 +65,3 @@ def bytes_moved(case: Norm, itemsize: int, direction: str) -> int:
 SUBJECT = Subject(
     "layer_norm", GRID["layer_norm"], arguments, eager, proof, flops, bytes_moved, lambda case: not case.dropout_p
 )
-
-
-@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
-@pytest.mark.benchmark(timer=replay.CLOCK.now)
-def test_layer_norm(group: Group, implementation: str, benchmark: Any) -> None:
-    replay.carry(group, implementation, benchmark)

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import replay
-from bench.shapes import GRID, LinearCrossEntropy
-from bench.subject import BACKWARD, BOTH, FORWARD, Eager, Group, Subject, drawer
+from ..shapes import GRID, LinearCrossEntropy
+from ..subject import BACKWARD, BOTH, FORWARD, Eager, Subject, drawer
 
 
 def arguments(case: LinearCrossEntropy, dtype: str, device: str = "cpu") -> dict[str, Any]:
@@ -61,9 +59,3 @@ def bytes_moved(case: LinearCrossEntropy, itemsize: int, direction: str) -> int:
 SUBJECT = Subject(
     "linear_cross_entropy", GRID["linear_cross_entropy"], arguments, eager, proof, flops, bytes_moved, lambda case: True
 )
-
-
-@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
-@pytest.mark.benchmark(timer=replay.CLOCK.now)
-def test_linear_cross_entropy(group: Group, implementation: str, benchmark: Any) -> None:
-    replay.carry(group, implementation, benchmark)

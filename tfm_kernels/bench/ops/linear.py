@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch.nn.functional as F
 
-from bench import replay
-from bench.shapes import GRID, Linear
-from bench.subject import FORWARD, Eager, Group, Subject, drawer
+from ..shapes import GRID, Linear
+from ..subject import FORWARD, Eager, Subject, drawer
 
 
 def arguments(case: Linear, dtype: str, device: str = "cpu") -> dict[str, Any]:
@@ -40,9 +38,3 @@ def bytes_moved(case: Linear, itemsize: int, direction: str) -> int:
 
 
 SUBJECT = Subject("linear", GRID["linear"], arguments, eager, proof, flops, bytes_moved, lambda case: True)
-
-
-@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
-@pytest.mark.benchmark(timer=replay.CLOCK.now)
-def test_linear(group: Group, implementation: str, benchmark: Any) -> None:
-    replay.carry(group, implementation, benchmark)

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tfm_kernels as tfk
-from tfm_kernels import _backend
-
-from . import gate, limits, timing
+from .. import _backend, ops
+from . import gate, limits, memory, timing
 from .subject import Group, drawer
 
 EAGER, COMPILED, AUTO = "torch", "torch.compile", "auto"
@@ -59,14 +57,7 @@ class Runner:
     def peak_memory(self) -> int:
         """The most bytes of tensors that were alive at once in one run, beyond the arguments."""
         self.results = ()  # or their release would be counted
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            self.run()
-        level = peak = 0
-        for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-            if event.name() == "[memory]":
-                level += event.nbytes()
-                peak = max(peak, level)
-        return peak
+        return memory.peak(self.run)
 
 
 def measure(
@@ -194,7 +185,7 @@ def _candidates(group: Group, arguments: dict, record: dict, barred: Mapping[str
 
 
 def _ours(group: Group, arguments: dict, backend: str | None, make: type[Runner]) -> Runner:
-    op = getattr(tfk.ops, group.case.op)
+    op = getattr(ops, group.case.op)
     leaves = _leaves(arguments, False)
     rest = {name: value for name, value in arguments.items() if name not in leaves}
     if backend is not None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import replay
-from bench.shapes import GRID, Int8Linear
-from bench.subject import FORWARD, Eager, Group, Subject, drawer
+from ..shapes import GRID, Int8Linear
+from ..subject import FORWARD, Eager, Subject, drawer
 
 
 def arguments(case: Int8Linear, dtype: str, device: str = "cpu") -> dict[str, Any]:
@@ -45,9 +43,3 @@ def bytes_moved(case: Int8Linear, itemsize: int, direction: str) -> int:
 
 # eager rounds the weights to the type of x and not x to int8: 1 % of the norm
 SUBJECT = Subject("int8_linear", GRID["int8_linear"], arguments, eager, proof, flops, bytes_moved, lambda case: True)
-
-
-@pytest.mark.parametrize("group, implementation", replay.competitors(SUBJECT), ids=replay.name)
-@pytest.mark.benchmark(timer=replay.CLOCK.now)
-def test_int8_linear(group: Group, implementation: str, benchmark: Any) -> None:
-    replay.carry(group, implementation, benchmark)

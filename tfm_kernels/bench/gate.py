@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfm_kernels.testing import ContractError, assert_contract
-
+from ..testing import ContractError, assert_contract
 from .subject import Group
 
 # Another function, not another rounding: sums in another order move a few of ffn's relu inputs across 0, and each takes
