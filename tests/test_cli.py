@@ -13,7 +13,18 @@ import pytest
 from tfm_kernels import cli
 from tfm_kernels.commands import prove
 
-COMMANDS = ("doctor", "prove", "tune", "train", "translate", "generate", "classify", "export", "attention-maps")
+COMMANDS = (
+    "doctor",
+    "prove",
+    "bench",
+    "tune",
+    "train",
+    "translate",
+    "generate",
+    "classify",
+    "export",
+    "attention-maps",
+)
 MODEL = """
 import torch
 from torch import nn
@@ -161,7 +172,7 @@ def test_a_bad_option_is_refused_before_the_work(capsys, model, options, sentenc
     assert code == 1 and not out and err.count("\n") == 1 and sentence in err
 
 
-@pytest.mark.parametrize("command", ["prove", "tune"])
+@pytest.mark.parametrize("command", ["prove", "bench", "tune"])
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, monkeypatch, model, command):
     words = command, f"{model}:build", "--json"
     refusal = f"python -m tfm_kernels {command}: --json must be a file"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tfm_kernels import _backend, _measured, tuning
+from tfm_kernels import _backend, _measured, interleaved, tuning
 
 pytestmark = pytest.mark.usefixtures("quick_tuning")
 
@@ -23,7 +23,7 @@ def fastest(monkeypatch):
                 run()
             return [{rival: 1.0 if rival == name else 2.0 for rival in runs}] * 3
 
-        monkeypatch.setattr(tuning, "race", race)
+        monkeypatch.setattr(interleaved, "race_calls", race)
 
     return decree
 
@@ -63,7 +63,7 @@ def test_a_little_faster_is_not_enough(monkeypatch):
     preferred = chosen("layer_norm", x).split()[1]
     other = {"aten": "cpu", "cpu": "aten"}[preferred]
     for gain, taken in ((0.985, preferred), (0.975, other)):
-        monkeypatch.setattr(tuning, "race", lambda runs, *rest, g=gain: [{preferred: 1.0, other: g}] * 3)
+        monkeypatch.setattr(interleaved, "race_calls", lambda runs, *rest, g=gain: [{preferred: 1.0, other: g}] * 3)
         assert tfk.tune("layer_norm", x).rows[0].chosen == taken
 
 

@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .commands import attention_maps, classify, doctor, export, generate, prove, quantize, train, translate, tune
+from .commands import attention_maps, bench, classify, doctor, export, generate, prove, quantize, train, translate, tune
 from .commands.parser import CommandError, Parser
 
-COMMANDS = (doctor, prove, tune, train, translate, generate, classify, quantize, export, attention_maps)
+COMMANDS = (doctor, prove, bench, tune, train, translate, generate, classify, quantize, export, attention_maps)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _backend, _check, _measured
-from .interleaved import race
+from . import _backend, _check, _measured, interleaved
 
 SECONDS = 0.5  # of each bucket
 ROUNDS = 200
-LEAST = 300e-6  # seconds that one sample takes at least: a short call is repeated within it
+LEAST = interleaved.LEAST
 GAIN = 0.98  # another backend has to take this part of the time of the one that is preferred unmeasured
 
 
@@ -193,13 +192,12 @@ def _measure(op: _backend.Op, call: Any, rivals: list[str], device: str, bucket:
     stand_in = op.stand_in(call)
     with torch.set_grad_enabled(bool(stand_in.leaves)), torch.autocast(device, enabled=False):
         once = {name: _once(stand_in, name) for name in rivals}
-        fastest = min(second for taken in race(once, 0.0, 3) for second in taken.values())
-        times = max(1, int(LEAST / fastest))
-        rounds = race({name: _repeated(run, times, device) for name, run in once.items()}, SECONDS, ROUNDS)
+        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        rounds = interleaved.race_calls(once, SECONDS, ROUNDS, LEAST, wait)
     preferred = next((name for name in op.prefer(call) if name in rivals), rivals[0])
-    ratios = {name: statistics.median(taken[name] / taken[preferred] for taken in rounds) for name in rivals}
+    ratios = {name: statistics.median(interleaved.ratios(rounds, name, preferred)) for name in rivals}
     best = min(ratios, key=ratios.__getitem__)
-    seconds = {name: statistics.median(taken[name] for taken in rounds) / times for name in rivals}
+    seconds = {name: interleaved.median(rounds, name) for name in rivals}
     chosen = best if ratios[best] < GAIN else preferred
     return Row(bucket, device, seconds, chosen, _backend.select(op, call, None))
 
@@ -211,16 +209,6 @@ def _once(stand_in: _backend.StandIn, backend: str) -> Callable[[], object]:
     with torch.no_grad():
         ones = [torch.ones_like(output) for output in stand_in.run(backend)]
     return lambda: torch.autograd.grad(stand_in.run(backend), stand_in.leaves, ones)
-
-
-def _repeated(run: Callable[[], object], times: int, device: str) -> Callable[[], None]:
-    def runs() -> None:
-        for _ in range(times):
-            run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return runs
 
 
 def _keep(report: TuneReport) -> None:

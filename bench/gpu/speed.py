@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tfm_kernels import ops
-from tfm_kernels.bench import gate, measure, timing
+from tfm_kernels.bench import gate, measure, memory, timing
 from tfm_kernels.bench.record import Results
 from tfm_kernels.bench.subject import Group, groups
 
@@ -109,11 +109,7 @@ class DeviceRunner(measure.Runner):
     def peak_memory(self) -> int:
         """The most bytes that were allocated at once in one run, beyond what was before."""
         self.results = ()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.run()
-        return torch.cuda.max_memory_allocated() - before
+        return memory.peak_on_gpus(self.run, [torch.device("cuda")])
 
 
 def launch_cost(subject: GpuSubject, device: str) -> dict[str, Any]:

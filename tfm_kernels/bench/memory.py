@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,3 +25,14 @@ def peak(run: Callable[[], object]) -> int:
             level += event.nbytes()
             most = max(most, level)
     return most
+
+
+def peak_on_gpus(run: Callable[[], object], devices: Sequence[torch.device]) -> int:
+    """The most bytes of tensors that were allocated at once on each of the GPUs in one run, beyond those before it."""
+    before = []
+    for device in devices:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before.append(torch.cuda.memory_allocated(device))
+    run()
+    return sum(torch.cuda.max_memory_allocated(device) - held for device, held in zip(devices, before, strict=True))

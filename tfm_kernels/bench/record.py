@@ -28,10 +28,21 @@ _MEASURED = ("tfm_kernels", "csrc", "bench", ":!bench/results")
 
 def environment() -> dict[str, Any]:
     """Everything that a number depends on and that can be read."""
-    build = _library.cpu_extension.build_info() if _library.cpu_extension is not None else {}
     return {
         "protocol": PROTOCOL,
         "device": "cpu",
+        **machine(),
+        "commit": git("rev-parse", "--short=12", "HEAD") if checkout() else f"version {__version__}",
+        "dirty": checkout() and bool(git("status", "--porcelain", "--", *_MEASURED)),
+        "sources": sources(_PACKAGE + _CHECKOUT if checkout() else _PACKAGE),
+        "date": today(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The processor and what runs on it."""
+    build = _library.cpu_extension.build_info() if _library.cpu_extension is not None else {}
+    return {
         "cpu": _measured.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -39,11 +50,12 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "compiler": build.get("compiler", "the C++ extension is not built"),
-        "commit": git("rev-parse", "--short=12", "HEAD") if checkout() else f"version {__version__}",
-        "dirty": checkout() and bool(git("status", "--porcelain", "--", *_MEASURED)),
-        "sources": sources(_PACKAGE + _CHECKOUT if checkout() else _PACKAGE),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def today() -> str:
+    """The date and time, UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def checkout() -> bool:

@@ -149,7 +149,7 @@ def stages(program: str) -> Callable[[str], None]:
     def tell(stage: str) -> None:
         if sys.stderr.isatty():
             print(f"\r\033[K{program}: {stage}" if stage else "\r\033[K", end="", file=sys.stderr, flush=True)
-        elif stage and not stage.startswith("module"):
+        elif stage and not stage.startswith("module") and not stage.endswith("% done"):
             print(f"{program}: {stage}", file=sys.stderr, flush=True)
 
     return tell

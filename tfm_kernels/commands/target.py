@@ -33,7 +33,7 @@ def declare(command: argparse.ArgumentParser, *, optional: bool = False, run: bo
     )
 
 
-def declare_json(command: argparse.ArgumentParser) -> None:
+def declare_json(command: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Adds the option ``--json``."""
     command.add_argument("--json", metavar="OUT", help="also write the whole report to this file")
 

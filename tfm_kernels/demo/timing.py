@@ -45,6 +45,6 @@ def race(
         tick: told how much of the work is done, from 0 to 1, after each round.
     """
     rounds = interleaved.race({"stock": stock, "patched": patched}, seconds, 9, tick)
-    ratios = [taken["stock"] / taken["patched"] for taken in rounds]
-    medians = {name: statistics.median(taken[name] for taken in rounds) for name in ("stock", "patched")}
-    return Timing(label, medians["stock"], medians["patched"], statistics.median(ratios), len(rounds))
+    stock_seconds, patched_seconds = (interleaved.median(rounds, name) for name in ("stock", "patched"))
+    speedup = statistics.median(interleaved.ratios(rounds, "stock", "patched"))
+    return Timing(label, stock_seconds, patched_seconds, speedup, len(rounds))
