@@ -94,6 +94,9 @@ class SpeedReport:
             lines.append(f"{runner.name:14}{runner.seconds * 1e3:>12.3f}{ratios}{held:>11}".rstrip())
         lines += [f"{name}: not timed ({why})" for name, why in self.problems.items()]
         lines.append(f"{len(self.rounds)} rounds in turns; times faster: stock / runner of each round, their median")
+        lines.append(
+            "peak: the most tensors alive at once in a call, beyond those before it, such as weights and inputs"
+        )
         return "\n".join(lines)
 
     def to_json(self) -> str:
