@@ -16,17 +16,22 @@ KINDS = {"half": "bf16", "ieee": "fp32", "tf32": "fp32"}
 # what multiplies; sm_100 has no warp-level products of its own, its tensor cores take tiles from shared memory
 PRODUCTS = {80: ("HMMA",), 86: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA",), 120: ("HMMA",)}
 # (name, features): of the product, which pointers are None and what is k inner
+ALL_ROWS = ("rows_ptr", "count_ptr")
 GEMMS = {
-    "x w^T": {"absent": ("a2_ptr", "b2_ptr"), "inner": (True, True)},
-    "dp w + dg gate": {"absent": ("bias_ptr",), "inner": (True, False)},
-    "dp^T x": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr"), "inner": (False, False)},
+    "x w^T": {"absent": ("a2_ptr", "b2_ptr", *ALL_ROWS), "inner": (True, True)},
+    "dp w + dg gate": {"absent": ("bias_ptr", *ALL_ROWS), "inner": (True, False)},
+    "dp^T x": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr", *ALL_ROWS), "inner": (False, False)},
 }
 OPTIONAL = {
     ffn_fwd.ffn_fwd_kernel: ("b1_ptr", "preact_ptr", "seed_ptr", "rows_ptr"),
     ffn_bwd.ffn_bwd_kernel: ("hidden_ptr", "db1_ptr", "seed_ptr", "rows_ptr"),
 }
 GATED = ("gate_ptr", "g_ptr", "dg_ptr")
-INTEGERS = {"F": "i32", "splits": "i32", "last_dropped": "i32", "scale": "fp32"}
+# of arguments that are neither int64 nor a pointer to the storage type
+OTHERS = {
+    **dict.fromkeys(("F", "splits", "last_dropped"), "i32"), "scale": "fp32", "db1_ptr": "*fp32",
+    **dict.fromkeys(("seed_ptr", "rows_ptr", "count_ptr"), "*i64"),
+}  # fmt: skip
 
 
 def entries(archs=ARCHS):
@@ -47,27 +52,25 @@ def measure(entry):
     return figures(compile_kernel(**entry["launch"]), entry["products"])
 
 
-def _entry(kernel, dtype, absent, config, arch, kind, aligned, **constexprs):
+def entry(kernel, types, config, arch, kind, aligned, **constexprs):
+    """What to compile of a kernel that multiplies, and what is planned for it."""
     constexprs |= {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "ALIGNED": aligned,
         "STAGES": config.num_stages, "GROUP_M": _gemm.GROUP_M, "PRECISION": "tf32" if kind == "tf32" else "ieee",
     }  # fmt: skip
-    launch = {"kernel": kernel, "types": _types(kernel, dtype, absent), "constexprs": constexprs, "arch": arch}
+    launch = {"kernel": kernel, "types": types, "constexprs": constexprs, "arch": arch}
     launch |= {"num_warps": config.num_warps, "max_registers": config.max_registers}
     products = FUSED if kind == "ieee" else PRODUCTS[arch]
     return {"launch": launch, "programs": config.programs, "products": products}
 
 
-def _types(kernel, dtype, absent):
+def argument_types(kernel, dtype, absent, others=OTHERS):
+    """Argument -> Triton's type, of those that are not ``absent``."""
     types = {}
     for parameter in kernel.params:
         name = parameter.name
-        if parameter.is_constexpr or name in absent:
-            continue
-        if name in INTEGERS or not name.endswith("_ptr"):
-            types[name] = INTEGERS.get(name, "i64")
-        else:
-            types[name] = "*i64" if name in ("seed_ptr", "rows_ptr") else "*fp32" if name == "db1_ptr" else f"*{dtype}"
+        if not parameter.is_constexpr and name not in absent:
+            types[name] = others.get(name) or (f"*{dtype}" if name.endswith("_ptr") else "i64")
     return types
 
 
@@ -94,9 +97,8 @@ def _first(arch, kind, aligned, gated):
             for activation, features, absent in variants:
                 absent = (*absent, *(() if gated else GATED))
                 name = label(arch, f"{stem} {features}{' gated' * gated}", config, kind, aligned)
-                found[name] = _entry(
-                    kernel, KINDS[kind], absent, config, arch, kind, aligned, ACTIVATION=activation.value
-                )
+                types = argument_types(kernel, KINDS[kind], absent)
+                found[name] = entry(kernel, types, config, arch, kind, aligned, ACTIVATION=activation.value)
     return found
 
 
@@ -105,9 +107,10 @@ def _products(arch, kind, aligned):
     for config in _gemm.candidates(kind, aligned, arch // 10):
         for what, features in GEMMS.items():
             a_k_inner, b_k_inner = features["inner"]
-            found[label(arch, f"gemm {what}", config, kind, aligned)] = _entry(
-                _gemm.gemm_kernel, KINDS[kind], features["absent"], config, arch, kind, aligned, A_K_INNER=a_k_inner,
-                B_K_INNER=b_k_inner,
+            types = argument_types(_gemm.gemm_kernel, KINDS[kind], features["absent"])
+            found[label(arch, f"gemm {what}", config, kind, aligned)] = entry(
+                _gemm.gemm_kernel, types, config, arch, kind, aligned, A_K_INNER=a_k_inner, B_K_INNER=b_k_inner,
+                A_PADDED=False, ADDS=False,
             )  # fmt: skip
     return found
 
@@ -119,7 +122,7 @@ def _sum(arch):
         for aligned in (True, False):
             blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "ALIGNED": aligned}
             name = f"sm_{arch} sum_rows {config.block_m}x{config.block_n}{'' if aligned else ' unaligned'}"
-            launch = {"kernel": _sums.sum_rows_kernel, "types": _types(_sums.sum_rows_kernel, "fp32", ())}
+            launch = {"kernel": _sums.sum_rows_kernel, "types": argument_types(_sums.sum_rows_kernel, "fp32", ())}
             launch |= {"constexprs": blocks, "arch": arch, "num_warps": 4}
             found[name] = {"launch": launch, "programs": 8, "products": ("FADD", "FADD2")}
     return found

@@ -17,8 +17,8 @@ QUICK = [
 SHARED = {80: 164, 90: 228, 100: 228}  # KB of a multiprocessor, 1 of each program is not its own
 
 
-def fits(name, entry, found):
-    """No stack forward, little and none of it in a main loop backward; registers and memory for what is planned."""
+def fits_the_gpu(name, entry, found):
+    """No atomics, tensor cores where planned, registers and memory for the programs planned."""
     assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
     tensor_cores = {"HMMA", "HGMMA", "UTCHMMA"} & set(found)
     planned = set(entry["products"]) & {"HMMA", "HGMMA", "UTCHMMA"}
@@ -26,6 +26,11 @@ def fits(name, entry, found):
     programs, launch = entry["programs"], entry["launch"]
     assert programs * found["registers"] * 32 * launch["num_warps"] <= 65536, f"{name}: {programs} do not fit"
     assert programs * (found["shared"] + 1024) <= SHARED[launch["arch"]] * 1024, f"{name}: {programs} do not fit"
+
+
+def fits(name, entry, found):
+    """No stack forward, little and none of it in a main loop backward; and what fits_the_gpu() asks."""
+    fits_the_gpu(name, entry, found)
     backward = any(what in name for what in ("ffn_bwd", "gemm dp", "sum_rows"))
     plan.keeps_to_registers(name, found, stack=128 if backward else 0)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.aot import attention_bwd_table, attention_table, ffn_table, table
+from tests.aot import attention_bwd_table, attention_table, ffn_table, linear_cross_entropy_table, table
 from tests.aot.sass import compile_kernel
 from tfm_kernels.triton import _launch
 
@@ -22,7 +22,11 @@ def attention(archs):
 ENTRIES = {
     **attention(ARCHS),
     **table.entries(ARCHS),
-    **{name: entry["launch"] for name, entry in ffn_table.entries(ARCHS).items()},
+    **{
+        name: entry["launch"]
+        for products in (ffn_table, linear_cross_entropy_table)
+        for name, entry in products.entries(ARCHS).items()
+    },
 }
 # those that did not fit when they were launched as on larger cards
 QUICK = [

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tfm_kernels import ops
 from tfm_kernels.ops.ffn import BWD as FFN_BWD
 from tfm_kernels.ops.layer_norm import BWD as LAYER_NORM_BWD
+from tfm_kernels.ops.linear_cross_entropy import BWD as LINEAR_CROSS_ENTROPY_BWD
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +54,28 @@ def block_gradients(x, weight):
     return FFN_BWD["triton"](x, x, w1, None, w2, None, preact, 1, 0.1, seed(), None, *needs)
 
 
+def targets(x):
+    return torch.full((x.shape[0],), 3, device="cuda")
+
+
+def losses(x, weight):
+    """With the shape of x, as the others."""
+    loss = ops.linear_cross_entropy(x, weight.new_empty(48, 16), targets(x), reduction="none", backend="triton")
+    return x * loss.unsqueeze(1).to(x.dtype)
+
+
+def loss_gradients(x, weight):
+    w, row, nothing = weight.new_empty(48, 16), x.new_empty(x.shape[0], dtype=torch.float32), weight.new_empty(0)
+    rest = (nothing, nothing, nothing, -100, 0.1, True, True, False)
+    return LINEAR_CROSS_ENTROPY_BWD["triton"](row, x, w, None, targets(x), row, *rest)
+
+
 FORWARD = {op: norm(op) for op in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")} | {"ffn": block}
+FORWARD["linear_cross_entropy"] = losses
 BACKWARD = {  # and the shapes of the results for (rows, 16)
     "layer_norm": (norm_gradients, lambda rows: [(rows, 16), (rows, 16), (16,), (0,)]),
     "ffn": (block_gradients, lambda rows: [(rows, 16), (48, 16), (0,), (16, 48), (16,), (0,)]),
+    "linear_cross_entropy": (loss_gradients, lambda rows: [(rows, 16), (48, 16), (0,)]),
 }
 
 

@@ -1,13 +1,12 @@
 """ffn: no byte outside of a tensor is touched, and offsets beyond 2**31 elements arrive."""
 
-import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from tests import ffn_semantics as semantics
 from tests.fences import fenced, huge
 from tests.ffn_semantics import FAR, SEED, apart, randn
+from tests.interpreter.one_program import run_program
 from tfm_kernels.triton import _gemm, _launch, _sums, ffn_bwd, ffn_fwd
 
 
@@ -38,13 +37,6 @@ def test_arguments_with_far_rows(space, name):
     semantics.assert_far_rows_arrive("triton", name, space)
 
 
-def run_program(monkeypatch, kernel, programs, **arguments):
-    """Runs one program of a grid; arguments that are not given are None."""
-    ids = [interpreter.TensorHandle(np.array([i], dtype=np.int32), interpreter.tl.int32) for i in (*programs, 0)]
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", lambda self, axis: ids[axis])
-    kernel[(1,)](**{**dict.fromkeys(kernel.arg_names), **arguments})
-
-
 TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 16, "GROUP_M": 8, "ALIGNED": False, "PRECISION": "ieee", "STAGES": 1}
 WIDE = 32768  # columns of results with more than 2**31 elements
 ROWS = FAR // WIDE + 1  # the last tile holds one row
@@ -52,7 +44,7 @@ FIRST = {"M": ROWS, "scale": 1.0, "last_dropped": 0, "ACTIVATION": 0, **TILE}  #
 
 
 def last_tile(rows, columns):
-    return (-(-rows // 64) * (columns // 64) - 1,)
+    return -(-rows // 64) * (columns // 64) - 1
 
 
 def ends_with(space, expected, at=ROWS * WIDE):
@@ -144,7 +136,7 @@ def test_products_with_far_rows(space, monkeypatch):
     for rows, splits in ((FAR // 64, 1), (FAR // 128, 2)):
         tile = -(-rows // 64) * splits - 1
         run_program(
-            monkeypatch, _gemm.gemm_kernel, (tile,), M=rows, N=64, part=32 // splits, splits=splits, **common
+            monkeypatch, _gemm.gemm_kernel, tile, M=rows, N=64, part=32 // splits, splits=splits, **common
         )  # fmt: skip
         k = slice(32 - 32 // splits, 32)
         ends_with(space, (a[:, k] @ b[:, k].T)[0], rows * splits * 64)
@@ -158,12 +150,12 @@ def test_sums_with_far_rows(spaces, monkeypatch):
     block = {"BLOCK_M": 1, "BLOCK_N": 64, "ALIGNED": False}
     space[FAR - 64 : FAR] = t[0, :1] + torch.arange(64)
     run_program(
-        monkeypatch, _sums.sum_rows_kernel, (FAR // 64 - 1, 0), x_ptr=space, sum_ptr=sums, M=1, N=FAR, run=1,
+        monkeypatch, _sums.sum_rows_kernel, FAR // 64 - 1, x_ptr=space, sum_ptr=sums, M=1, N=FAR, run=1,
         x_stride_m=0, **block,
     )  # fmt: skip
     ends_with(sums, space[FAR - 64 : FAR], FAR)
     run_program(
-        monkeypatch, _sums.sum_rows_kernel, (0, FAR // 64 - 1), x_ptr=t[0], sum_ptr=sums, M=FAR // 64, N=64, run=1,
+        monkeypatch, _sums.sum_rows_kernel, 0, FAR // 64 - 1, x_ptr=t[0], sum_ptr=sums, M=FAR // 64, N=64, run=1,
         x_stride_m=0, **block | {"ALIGNED": False, "BLOCK_N": 16}, 
     )  # fmt: skip
     torch.testing.assert_close(sums[FAR - 64 : FAR - 48], t[0, :16])

@@ -1,11 +1,10 @@
 """No byte outside of a tensor is touched, and offsets beyond 2**31 elements arrive."""
 
-import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from tests.fences import fenced, huge
+from tests.interpreter.one_program import run_program
 from tfm_kernels.ops.layer_norm import BWD, FWD
 from tfm_kernels.triton import _launch, layer_norm_bwd, layer_norm_fwd
 
@@ -86,13 +85,6 @@ def test_arguments_with_far_rows(space):
             assert torch.equal(a, b)
 
 
-def run_last_program(monkeypatch, kernel, program, **arguments):
-    """Runs one program of a grid; arguments that are not given are None."""
-    handle = interpreter.TensorHandle(np.array([program], dtype=np.int32), interpreter.tl.int32)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", lambda self, axis: handle)
-    kernel[(1,)](**{**dict.fromkeys(kernel.arg_names), **arguments})
-
-
 @pytest.mark.parametrize("width", [32768, 65536])
 @pytest.mark.parametrize("walked", [False, True])
 def test_results_with_far_rows(spaces, width, walked, monkeypatch):
@@ -105,7 +97,7 @@ def test_results_with_far_rows(spaces, width, walked, monkeypatch):
     numbers = torch.tensor([rows - 1])
     y, z, _, rstd = FWD["cpu"](x, residual, weight[0], None, 1e-5, True, False, 0.5, SEED, numbers)
     found_rstd = torch.zeros(rows)
-    run_last_program(
+    run_program(
         monkeypatch,
         layer_norm_fwd.layer_norm_fwd_walk_kernel if walked else layer_norm_fwd.layer_norm_fwd_kernel,
         rows - 1, x_ptr=x, residual_ptr=residual, x_stride_m=0, residual_stride_m=0, eps=1e-5,
@@ -119,7 +111,7 @@ def test_results_with_far_rows(spaces, width, walked, monkeypatch):
     dx, dresidual, _, _ = BWD["cpu"](
         x, None, z, rstd[:0], rstd, weight[0], None, True, False, 0.5, SEED, numbers, False, False
     )
-    run_last_program(
+    run_program(
         monkeypatch,
         layer_norm_bwd.layer_norm_bwd_walk_kernel if walked else layer_norm_bwd.layer_norm_bwd_kernel,
         rows - 1, dy_ptr=x, z_ptr=z, dy_stride_m=0, z_stride_m=0, dz_stride_m=0, rstd_ptr=found_rstd,
@@ -148,11 +140,11 @@ def test_numbers_of_far_rows(monkeypatch):
         of_dropout[-block:] = torch.arange(block) * 5 + 3
         given = common | numbers | {"M": rows, "rows_ptr": of_dropout}
         y, z = wide.pop("y_ptr"), wide.pop("z_ptr")
-        run_last_program(
+        run_program(
             monkeypatch, layer_norm_fwd.layer_norm_fwd_kernel, rows // block - 1, x_ptr=x, residual_ptr=residual,
             x_stride_m=0, residual_stride_m=0, eps=1e-5, y_ptr=y, z_ptr=z, **given,
         )  # fmt: skip
-        run_last_program(
+        run_program(
             monkeypatch, layer_norm_bwd.layer_norm_bwd_kernel, rows // block - 1, dy_ptr=dy, z_ptr=z, dy_stride_m=0,
             z_stride_m=width, dz_stride_m=0, STAGES=1, **given, **wide,
         )  # fmt: skip

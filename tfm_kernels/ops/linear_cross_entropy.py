@@ -10,7 +10,7 @@ For rows x (M, K), classes' weights (V, K), targets t (M,), smoothing s:
     dx = dz w,  dweight = dz^T x,  dbias = sum of dz over rows                                (LCE.5)
 
 The kernels give one loss a row; "sum" and "mean" (over the rows that are not ignored) are taken of them here. Then all
-rows have one dloss, and the forward may leave the gradients for a dloss of 1, while it has z:
+rows have one dloss, and the forward may leave the gradients for a dloss of 1, while it has z; cpu's does, triton's not:
 
     gx, gweight, gbias = dx, dweight, dbias of LCE.5 for dloss = 1                            (LCE.6)
 
@@ -31,7 +31,7 @@ from .. import _autograd, _backend, _check, _library, _measured
 from ..aten import linear_cross_entropy as aten
 from ..reference import linear_cross_entropy as reference
 
-COMPILED = ("cpu",)
+COMPILED = ("cpu", "triton")
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -52,7 +52,14 @@ def _cpu(call: Call) -> str | None:
     return _library.unreachable(call.device, "cpu") or _library.missing("linear_cross_entropy", "cpu")
 
 
-SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
+def _triton(call: Call) -> str | None:
+    if call.dtype == torch.float64:
+        return "has no float64 kernels"
+    return _library.unreachable(call.device, "triton") or _library.missing("linear_cross_entropy", "triton")
+
+
+SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
+REMARKS = {"triton": _backend.UNPROVEN}
 
 
 # Rows from which it takes longer to compute the logits again than to read and write a weight's gradient once more.
@@ -136,7 +143,7 @@ def _stand_in(call: Call) -> _backend.StandIn:
     )
 
 
-OP = _backend.register(_backend.Op("linear_cross_entropy", SUPPORT, prefer, describe, bucket, _stand_in))
+OP = _backend.register(_backend.Op("linear_cross_entropy", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
 _CHOICES = _backend.Choices()  # (backend, Call)
 
 
@@ -196,10 +203,10 @@ def linear_cross_entropy(
         target: (...), int64, each in [0, V) or ``ignore_index``.
         bias: (V,), or None for no bias.
         ignore_index: the target of rows that count for nothing: their loss and gradients are 0, whatever is in ``x``
-            (on aten NaN there spreads, as in PyTorch); the cpu backend spends no time on them.
+            (on aten NaN there spreads, as in PyTorch); the cpu and triton backends spend no time on them.
         label_smoothing: the share of the target's probability that all classes get evenly, in [0, 1].
         reduction: "mean" over the rows that are not ignored (NaN where there are none, as in PyTorch), "sum", "none".
-        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
 
     Returns:
         (), or (...) where ``reduction`` is "none": float32, float64 for float64, because a loss of 16 bits has two
@@ -208,7 +215,7 @@ def linear_cross_entropy(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: shapes, dtypes or devices disagree, or, on a CPU, a target is no class (the message names
-            argument, expected, got).
+            argument, expected, got). The triton backend does not look: it makes that row's loss NaN.
         BackendError: ``backend`` was named and cannot run this call (the message says why).
 
     Numerics: sums and softmax in float32 (float64 for float64); the gradient of the logits is rounded once to the
@@ -218,7 +225,8 @@ def linear_cross_entropy(
         backend spends all of them in the forward, which leaves dx and dweight of the summed losses in float32 for the
         backward to scale; for few rows and for "none" the backward computes the logits again instead (2 M K V more).
         It works in memory that does not grow with M: twice the logits of 1024 rows, of fewer where those take more than
-        64 MB, where aten makes several tensors (M, V).
+        64 MB, where aten makes several tensors (M, V). The triton backend's backward always computes the logits again,
+        in 32 MiB, or 256 classes of all rows where those take more, beside 4 bytes an element of dx.
     Source: own work; the idea of leaving the logits out is that of Wijmans et al. 2024, arXiv:2411.09009.
 
     Example:
@@ -231,8 +239,8 @@ def linear_cross_entropy(
     if choice is None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         call = describe(x, weight, target, bias, **options)
-        saves = _saves(call, reduction, x, weight, bias)
-        choice = _CHOICES.keep(key, (_backend.select(OP, call, backend), call, saves))
+        name = _backend.select(OP, call, backend)
+        choice = _CHOICES.keep(key, (name, call, _saves(name, call, reduction, x, weight, bias)))
     name, call, saves = choice
     rows = x if x.dim() == 2 else x.reshape(call.rows, call.width)
     numbers = target if target.dim() == 1 else target.reshape(call.rows)
@@ -255,9 +263,9 @@ def _run(name, saves, rows, weight, target, bias, ignore_index, label_smoothing,
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
-def _saves(call: Call, reduction: str, *leaves: Tensor | None) -> list[bool]:
+def _saves(backend: str, call: Call, reduction: str, *leaves: Tensor | None) -> list[bool]:
     """Whether the forward leaves the gradient of each: where the rows have one dloss, and are worth it."""
-    worth = call.training and reduction != "none"
+    worth = backend == "cpu" and call.training and reduction != "none"
     # a compiled graph must not depend on the number of rows
     worth = worth and (torch.compiler.is_compiling() or call.rows >= _SAVING_FROM[call.dtype])
     return [worth and leaf is not None and leaf.requires_grad for leaf in leaves]

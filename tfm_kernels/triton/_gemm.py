@@ -1,7 +1,8 @@
 """What the Triton kernels that multiply matrices share: the order of tiles, the sum over k, and the plain product.
 
 C (M, N) = A B over k. A matrix whose neighbours in k lie side by side is "k inner": x (M, E) and w1 (F, E) in x w1^T;
-else its neighbours in M or N do: dp (M, F) and x (M, E) in dp^T x.
+else its neighbours in M or N do: dp (M, F) and x (M, E) in dp^T x. How many rows A has, the device alone may know, and
+sums may go on from call to call, in float32.
 
 Owns:    persistent programs: each takes every programs-th tile of block_m x block_n, whose sum stays in registers.
          Where there are few tiles and many k, k is cut in parts that are summed apart and added up in a fixed order.
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from . import _launch
 from ._sums import sum_rows
-from ._tile import inside, load_columns, store_tile, tile
+from ._tile import inside, load_columns, load_tile, store_tile, tile
 
 # How often gemm_kernel is compiled at most for one combination of storage type, precision, optional arguments and what
 # is k inner, whatever the shapes: three launches of aligned matrices and one of others; where k may be cut, two more
@@ -144,17 +145,29 @@ def load_factor(
 
 
 @triton.jit
+def up_to_8(size):
+    """The next multiple of 8."""
+    return (size + 7) // 8 * 8
+
+
+@triton.jit
 def product(
     acc, a_ptr, b_ptr, offs_m, offs_n, M, N, first, last, a_stride, b_stride, BLOCK_K: tl.constexpr,
     A_K_INNER: tl.constexpr, B_K_INNER: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, A_PADDED: tl.constexpr = False,
 ):  # fmt: skip
-    """acc (offs_m, offs_n) + the sum over k = first..last - 1; ``first`` is a multiple of BLOCK_K."""
+    """acc (offs_m, offs_n) + the sum over k = first..last - 1; ``first`` is a multiple of BLOCK_K.
+
+    A_PADDED: rows of A end at a multiple of 8, with zeros, so that they are aligned where their length is not.
+    """
     for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         left = tl.minimum(last - k, BLOCK_K).to(tl.int32)
         at = tl.zeros((), tl.int64) + k
+        left_a, end_a = left, M
+        if A_PADDED:
+            left_a, end_a = (up_to_8(left), M) if A_K_INNER else (left, up_to_8(M))
         a = load_factor(
-            a_ptr + (at if A_K_INNER else at * a_stride), offs_m, M, left, a_stride, BLOCK_K, A_K_INNER, ALIGNED
+            a_ptr + (at if A_K_INNER else at * a_stride), offs_m, end_a, left_a, a_stride, BLOCK_K, A_K_INNER, ALIGNED
         )
         b = load_factor(
             b_ptr + (at if B_K_INNER else at * b_stride), offs_n, N, left, b_stride, BLOCK_K, B_K_INNER, ALIGNED
@@ -179,22 +192,42 @@ def columns(t, part: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, B
     return value
 
 
+@triton.jit
+def add_tile(acc, c_ptr, offs_m, first, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
+    """Adds a tile to what a contiguous C (M, N) of float32 holds."""
+    PARTS: tl.constexpr = 4 if BLOCK_N >= 128 else 1
+    for part in tl.static_range(PARTS):
+        at = first + part * (BLOCK_N // PARTS)
+        more = columns(acc, part, PARTS, BLOCK_M, BLOCK_N)
+        more += load_tile(c_ptr, offs_m, at, M, N, N, BLOCK_M, BLOCK_N // PARTS, ALIGNED)
+        store_tile(more, c_ptr, offs_m, at, M, N, BLOCK_M, BLOCK_N // PARTS, ALIGNED)
+
+
 _RUNTIME = (
-    "a_ptr", "b_ptr", "a2_ptr", "b2_ptr", "bias_ptr", "c_ptr", "M", "N", "K", "part", "splits", "a_stride", "b_stride",
-    "a2_stride", "b2_stride",
+    "a_ptr", "b_ptr", "a2_ptr", "b2_ptr", "bias_ptr", "c_ptr", "rows_ptr", "count_ptr", "M", "N", "K", "part", "splits",
+    "a_stride", "b_stride", "a2_stride", "b2_stride",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def gemm_kernel(
-    a_ptr, b_ptr, a2_ptr, b2_ptr, bias_ptr, c_ptr, M: tl.int64, N: tl.int64, K: tl.int64, part: tl.int64,
-    splits: tl.int32, a_stride: tl.int64, b_stride: tl.int64, a2_stride: tl.int64, b2_stride: tl.int64,
+    a_ptr, b_ptr, a2_ptr, b2_ptr, bias_ptr, c_ptr, rows_ptr, count_ptr, M: tl.int64, N: tl.int64, K: tl.int64,
+    part: tl.int64, splits: tl.int32, a_stride: tl.int64, b_stride: tl.int64, a2_stride: tl.int64, b2_stride: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     A_K_INNER: tl.constexpr, B_K_INNER: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, A_PADDED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """C = A B [+ A2 B2] [+ bias], contiguous; (splits, M, N) float32 of parts of ``part`` k where splits > 1."""
-    tiles_m = tl.cdiv(M, BLOCK_M).to(tl.int32)
+    """C = A B [+ A2 B2] [+ bias], contiguous; (splits, M, N) float32 of parts of ``part`` k where splits > 1.
+
+    count_ptr: A has so many rows. rows_ptr (M,): where each of them is in C. ADDS: C += A B instead.
+    """
+    live = M
+    if count_ptr is not None:
+        if A_K_INNER:
+            live = tl.load(count_ptr)
+        else:
+            K = tl.load(count_ptr)
+    tiles_m = tl.cdiv(live, BLOCK_M).to(tl.int32)
     tiles_n = tl.cdiv(N, BLOCK_N).to(tl.int32)
     for number in tl.range(tl.program_id(0), tiles_m * tiles_n * splits, tl.num_programs(0)):
         split = (number // (tiles_m * tiles_n)).to(tl.int64)
@@ -203,8 +236,8 @@ def gemm_kernel(
         offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc = product(
-            acc, a_ptr, b_ptr, offs_m, offs_n, M, N, split * part, tl.minimum(split * part + part, K), a_stride,
-            b_stride, BLOCK_K, A_K_INNER, B_K_INNER, ALIGNED, PRECISION, STAGES,
+            acc, a_ptr, b_ptr, offs_m, offs_n, live, N, split * part, tl.minimum(split * part + part, K), a_stride,
+            b_stride, BLOCK_K, A_K_INNER, B_K_INNER, ALIGNED, PRECISION, STAGES, A_PADDED,
         )  # fmt: skip
         if a2_ptr is not None:
             acc = product(
@@ -213,12 +246,18 @@ def gemm_kernel(
             )  # fmt: skip
         if bias_ptr is not None:
             acc += load_columns(bias_ptr, n * BLOCK_N, N, BLOCK_N, ALIGNED)
-        store_tile(acc, c_ptr + split * M * N, offs_m, n * BLOCK_N, M, N, BLOCK_M, BLOCK_N, ALIGNED)
+        if rows_ptr is not None:
+            offs_m = tl.load(rows_ptr + offs_m, mask=offs_m < live, other=M)
+        if ADDS:
+            add_tile(acc, c_ptr + split * M * N, offs_m, n * BLOCK_N, M, N, BLOCK_M, BLOCK_N, ALIGNED)
+        else:
+            store_tile(acc, c_ptr + split * M * N, offs_m, n * BLOCK_N, M, N, BLOCK_M, BLOCK_N, ALIGNED)
 
 
 def gemm(
     a: Tensor, b: Tensor, config: Config, kind: str, aligned: bool, *, a_k_inner: bool, b_k_inner: bool,
-    bias: Tensor | None = None, a2: Tensor | None = None, b2: Tensor | None = None,
+    bias: Tensor | None = None, a2: Tensor | None = None, b2: Tensor | None = None, padded: bool = False,
+    count: Tensor | None = None, rows: Tensor | None = None, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """C = A B [+ A2 B2] [+ bias], (M, N) in the type of ``a``, launched on the current device.
 
@@ -231,6 +270,11 @@ def gemm(
         bias: (N,).
         a2: as ``a``, with ``b2`` a second product that is added.
         b2: as ``b``.
+        padded: whether rows of ``a`` go on with zeros up to a multiple of 8 elements; they may be ``aligned`` then.
+        count: () int64, how many rows of ``a`` there are in truth, M or K of it; the others may hold anything.
+        rows: (M,) int64, the row of C that each row of A B belongs to.
+        into: float32 (config.splits, C's rows, N) that A B is added to and that is returned; its sum over the first
+            axis is C. Without bias and second product.
     """
     M, K = a.shape if a_k_inner else (a.shape[1], a.shape[0])
     N = b.shape[0] if b_k_inner else b.shape[1]
@@ -238,14 +282,15 @@ def gemm(
     splits = max(1, triton.cdiv(K, part)) if part else 1
     shape, dtype = ((M, N), a.dtype) if splits == 1 else ((splits, M * N), torch.float32)
     if M == 0 or N == 0:
-        return a.new_empty((M, N))
-    c = torch.empty(shape, dtype=dtype, device=a.device)
+        return a.new_empty((M, N)) if into is None else into
+    c = torch.empty(shape, dtype=dtype, device=a.device) if into is None else into
     gemm_kernel[(config.programs,)](
-        a_ptr=a, b_ptr=b, a2_ptr=a2, b2_ptr=b2, bias_ptr=bias, c_ptr=c, M=M, N=N, K=K, part=max(part, 1), splits=splits,
-        a_stride=a.stride(0), b_stride=b.stride(0), a2_stride=0 if a2 is None else a2.stride(0),
-        b2_stride=0 if b2 is None else b2.stride(0), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, GROUP_M=GROUP_M, A_K_INNER=a_k_inner, B_K_INNER=b_k_inner, ALIGNED=aligned,
-        PRECISION="tf32" if kind == "tf32" else "ieee", STAGES=config.num_stages, num_warps=config.num_warps,
-        maxnreg=config.max_registers, enable_fp_fusion=False,
+        a_ptr=a, b_ptr=b, a2_ptr=a2, b2_ptr=b2, bias_ptr=bias, c_ptr=c, rows_ptr=rows, count_ptr=count, M=M, N=N, K=K,
+        part=max(part, 1), splits=splits, a_stride=a.stride(0), b_stride=b.stride(0),
+        a2_stride=0 if a2 is None else a2.stride(0), b2_stride=0 if b2 is None else b2.stride(0),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=GROUP_M, A_K_INNER=a_k_inner,
+        B_K_INNER=b_k_inner, ALIGNED=aligned, PRECISION="tf32" if kind == "tf32" else "ieee", STAGES=config.num_stages,
+        A_PADDED=padded, ADDS=into is not None, num_warps=config.num_warps, maxnreg=config.max_registers,
+        enable_fp_fusion=False,
     )  # fmt: skip
-    return c if splits == 1 else sum_rows(c, a.dtype).view(M, N)
+    return c if splits == 1 or into is not None else sum_rows(c, a.dtype).view(M, N)

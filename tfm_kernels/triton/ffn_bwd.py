@@ -14,6 +14,7 @@ Source:  own work.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -145,7 +146,7 @@ def ffn_bwd(
     aligned = _launch.aligned(math.gcd(E, F, Eo), dy, x, w1, w2, gate, b1, preact)
     new = lambda *size, dtype=x.dtype: torch.empty(size, dtype=dtype, device=x.device)  # noqa: E731
 
-    def rows_by(a: Tensor, b: Tensor, k_inner: bool, **more: Tensor | None) -> Tensor:
+    def rows_by(a: Tensor, b: Tensor, k_inner: bool, **more: Any) -> Tensor:
         """a b, or a b^T where b is k inner: a result of M rows."""
         config = _gemm.pick_config(M, b.shape[0] if k_inner else b.shape[1], kind, aligned, capability)
         return gemm(a, b, config, kind, aligned, a_k_inner=True, b_k_inner=k_inner, **more)
