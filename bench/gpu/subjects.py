@@ -1,6 +1,6 @@
 """The ops that are proven on a GPU, in order. A new one is a file like layer_norm.py and a line here."""
 
-from . import attention, ffn, layer_norm
+from . import attention, ffn, layer_norm, linear_cross_entropy
 from .subject import GpuSubject
 
 SUBJECTS: tuple[GpuSubject, ...] = (
@@ -10,5 +10,6 @@ SUBJECTS: tuple[GpuSubject, ...] = (
     attention.CUDA,
     ffn.TRITON,
     ffn.CUDA,
+    linear_cross_entropy.TRITON,
 )
 STEMS = tuple(dict.fromkeys(subject.stem for subject in SUBJECTS))  # an op has a subject for each backend

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.gpu import attention, ffn, memory
+from bench.gpu import attention, ffn, linear_cross_entropy, memory
 from bench.gpu.layer_norm import TRITON
 from tests import bench_gpu_checks as checks
 from tfm_kernels import ops
@@ -11,6 +11,11 @@ from tfm_kernels.testing import invariance
 
 # the interpreter is slow
 SMALL = checks.small(TRITON, "x63 ", "x64 ", rows=9)
+LOSSES = {
+    name: call
+    for name, call in checks.small(linear_cross_entropy.TRITON, " 70 ").items()
+    if "bfloat16" in name and "bias" in name
+}
 BLOCKS = {name: call for name, call in checks.small(ffn.TRITON, " 70 ").items() if "bfloat16" in name}
 
 
@@ -22,6 +27,16 @@ def test_guards_and_repeats(name):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_guards_and_repeats_of_ffn(name):
     checks.guards_and_repeats(ffn.TRITON, *BLOCKS[name], times=2)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_guards_and_repeats_of_linear_cross_entropy(name):
+    checks.guards_and_repeats(linear_cross_entropy.TRITON, *LOSSES[name], times=2)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_nan_stays_in_its_row_of_a_loss(name):
+    invariance.assert_nan_stays_in_its_row(*LOSSES[name], "triton")
 
 
 def test_a_write_beside_a_tensor_is_seen(monkeypatch):
@@ -54,6 +69,10 @@ def test_a_read_beside_a_tensor_is_seen(monkeypatch):
 
 def test_contract_items_of_ffn(tmp_path):
     checks.contract_items(ffn.TRITON, tmp_path, "-70-e=16-f=24-", "masks of 7 features, p = 0.5")
+
+
+def test_contract_items_of_linear_cross_entropy(tmp_path):
+    checks.contract_items(linear_cross_entropy.TRITON, tmp_path, "-70-k=33-", "rows that count")
 
 
 def test_contract_items(tmp_path):

@@ -74,7 +74,7 @@ class LinearCrossEntropyLoss(_WeightedLoss):
             F.cross_entropy computes).
         BackendError: ``backend`` was named and cannot run ops.linear_cross_entropy here (the message says why).
 
-    Cost: that of ops.linear_cross_entropy; the cpu backend stores no logits, in no pass.
+    Cost: that of ops.linear_cross_entropy; the cpu and triton backends store no logits, in no pass.
 
     Example:
         >>> loss = LinearCrossEntropyLoss(8, 100)

@@ -16,6 +16,7 @@ from ._gemm import Config, product
 from ._tile import load_columns
 
 BLOCK = 4096  # rows that live_rows_kernel looks at together
+FEW_ROWS = 64  # up to which only the smallest tile is taken
 
 
 def candidates(kind: str, aligned: bool, major: int) -> tuple[Config, ...]:

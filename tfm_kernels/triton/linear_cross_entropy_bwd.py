@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _gemm, _launch
-from ._cross_entropy import call_shape, candidates, live_rows, load_target, logits, places
+from ._cross_entropy import FEW_ROWS, call_shape, candidates, live_rows, load_target, logits, places
 from ._gemm import PART, Config, columns, gemm, pick, place
 from ._sums import sum_rows
 from ._tile import store_strided
@@ -38,7 +38,8 @@ STEP = 256  # classes of a chunk are a multiple, as of every tile
 
 def pick_config(M: int, V: int, kind: str, aligned: bool, capability: tuple[int, int]) -> Config:
     """The first launch, for dz (M, V) of a chunk of V classes; ``kind`` as _gemm.precision() says."""
-    return pick(candidates(kind, aligned, capability[0]), M, V, capability)
+    found = candidates(kind, aligned, capability[0])
+    return pick(found if M > FEW_ROWS else found[-1:], M, V, capability)
 
 
 def pick_chunk(M: int, V: int, itemsize: int) -> int:

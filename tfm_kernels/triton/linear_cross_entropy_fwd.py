@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _gemm, _launch
-from ._cross_entropy import call_shape, candidates, live_rows, load_target, logits, places
+from ._cross_entropy import FEW_ROWS, call_shape, candidates, live_rows, load_target, logits, places
 from ._gemm import Config
 
 # How often linear_cross_entropy_fwd_kernel is compiled at most for one combination of storage type, precision, bias or
@@ -39,7 +39,7 @@ def pick_config(M: int, V: int, kind: str, aligned: bool, capability: tuple[int,
     fill a GPU several times, the rows' tiles of each part side by side, so that they find the same weights in L2.
     """
     found = candidates(kind, aligned, capability[0])
-    config = found[0] if M > 64 else found[-1]
+    config = found[0] if M > FEW_ROWS else found[-1]
     places = config.programs * _launch.MULTIPROCESSORS.get(capability[0], 132)
     tiles_m, tiles_v = triton.cdiv(M, config.block_m), triton.cdiv(V, config.block_n)
     run = triton.cdiv(tiles_v, min(tiles_v, triton.cdiv(WAVES * places, max(tiles_m, 1))))
