@@ -165,7 +165,7 @@ def test_no_width(reduction):
     assert_contract("linear_cross_entropy", call((4,), 0, 11, torch.float32, reduction=reduction), "triton")
 
 
-@pytest.mark.parametrize("sign", [1.0, pytest.param(-1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_huge_logits_do_not_overflow(sign):
     semantics.test_huge_logits_do_not_overflow("triton", sign)
 
@@ -176,8 +176,19 @@ def test_what_is_not_finite_stays_in_its_row(dtype, number):
     semantics.test_what_is_not_finite_stays_in_its_row("triton", dtype, number)
 
 
-def test_classes_that_cannot_be():
+@pytest.mark.parametrize("dtype", FEW)
+def test_nothing_stands_behind_the_last_class(dtype):
+    """There z is 0, far above all that there is, and products of aligned rows read up to a multiple of 8."""
+    given = call((9,), 8, 131, dtype, reduction="none")
+    given["bias"] = (given["bias"].detach() - 1e4).requires_grad_()
+    assert all(bool(t.isfinite().all()) for t in run(given, "triton"))
+    assert_contract("linear_cross_entropy", given, "triton")
+
+
+@pytest.mark.parametrize("together", [1, 32])
+def test_classes_that_cannot_be(together, monkeypatch):
     """A bias of -inf takes a class out, as one does whose power is 0 in float32; whole tiles hold nothing else."""
+    monkeypatch.setattr(linear_cross_entropy_fwd, "JOIN_PARTS", together)
     given, found = call((9,), 6, 300, torch.float32, reduction="none"), []
     given["target"] = torch.where(given["target"] == -100, -100, given["target"].clamp(min=90, max=150))
     for out in (-math.inf, -1e30):
@@ -215,6 +226,16 @@ def test_opcheck():
     given = call((9,), dtype=torch.float32, label_smoothing=0.1)
     checked = assert_opcheck("linear_cross_entropy", given, "triton")
     assert checked == [f"tfm_kernels::linear_cross_entropy_{way}_triton" for way in ("fwd", "bwd")]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiles_whole(reduction):
+    """To the bits of the plain call."""
+    torch.compiler.reset()
+    compiled = torch.compile(tfk.ops.linear_cross_entropy, fullgraph=True, backend="eager")
+    given = call((3, 5), dtype=torch.float32, reduction=reduction, label_smoothing=0.1)
+    for a, b in zip(run(given, "triton", function=compiled), run(given, "triton"), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_what_is_saved_for_the_backward_has_no_logits():
