@@ -118,6 +118,9 @@ def _probes(op: str) -> dict[str, dict[str, Any]]:
     if op == "int8_linear":
         plain = {"x": x, "weight": torch.zeros(4, 8, dtype=torch.int8), "scale": torch.ones(4)}
         return {"": plain, "with gradients": {**plain, "x": torch.zeros(2, 8, requires_grad=True)}}
+    if op == "rotary":
+        plain = {"x": torch.zeros(1, 2, 3, 8), "cos": torch.zeros(3, 8), "sin": torch.zeros(3, 8)}
+        return {"": plain, "with gradients of cos and sin": {**plain, "cos": torch.zeros(3, 8, requires_grad=True)}}
     if op == "linear_cross_entropy":
         return {"": {"x": x, "weight": torch.zeros(4, 8), "target": torch.zeros(2, dtype=torch.int64)}}
     if op == "attention_varlen":

@@ -11,8 +11,17 @@ from bench import readme
 from bench import report as tables
 from tfm_kernels import Mask, _backend
 from tfm_kernels.bench import gate, grid, limits, measure, record, report, shapes, timing
-from tfm_kernels.bench.ops import attention, ffn, int8_ffn, int8_linear, layer_norm, linear, linear_cross_entropy
-from tfm_kernels.bench.shapes import Attention, Ffn, Int8Ffn, Int8Linear, Linear, LinearCrossEntropy, Norm
+from tfm_kernels.bench.ops import (
+    attention,
+    ffn,
+    int8_ffn,
+    int8_linear,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    rotary,
+)
+from tfm_kernels.bench.shapes import Attention, Ffn, Int8Ffn, Int8Linear, Linear, LinearCrossEntropy, Norm, Rotary
 from tfm_kernels.bench.subject import BACKWARD, BOTH, DIRECTIONS, FORWARD, Group, groups
 
 TINY = timing.Plan(seconds=0.0, least=2, most=2)
@@ -73,6 +82,9 @@ def test_flops_and_bytes():
     loss = LinearCrossEntropy(rows=10, width=8, classes=5, ignored=0.4)
     assert [linear_cross_entropy.flops(loss, d) for d in DIRECTIONS] == [480, 960, 1440]
     assert [linear_cross_entropy.bytes_moved(loss, 2, d) for d in DIRECTIONS] == [176, 352, 528]
+    turned = Rotary(batch=2, heads=3, length=5, dim=8)
+    assert [rotary.flops(turned, d) for d in DIRECTIONS] == [720, 720, 1440]
+    assert [rotary.bytes_moved(turned, 2, d) for d in DIRECTIONS] == [1120, 1120, 2240]
     n = Norm(rows=3, features=8)
     assert [layer_norm.bytes_moved(n, 2, d) for d in DIRECTIONS] == [96, 144, 240]
     assert layer_norm.bytes_moved(Norm(op="add_rms_norm", rows=3, features=8), 4, FORWARD) == 4 * 4 * 24
@@ -110,6 +122,7 @@ def test_statistics():
         (attention.SUBJECT, Attention(op="attention_varlen", packed=True, batch=2, heads=2, queries=8, dim=8)),
         (ffn.SUBJECT, Ffn(rows=4, width=8, hidden=16, activation="silu", gated=True)),
         (linear_cross_entropy.SUBJECT, LinearCrossEntropy(rows=6, width=8, classes=5, ignored=0.3)),
+        (rotary.SUBJECT, Rotary(batch=2, heads=3, length=5, dim=8)),
     ],
     ids=lambda value: getattr(value, "label", ""),
 )

@@ -10,13 +10,13 @@ import torch
 
 from .. import _measured
 from . import limits, measure, record, report, shapes, timing
-from .ops import attention, ffn, int8_ffn, int8_linear, layer_norm, linear, linear_cross_entropy
+from .ops import attention, ffn, int8_ffn, int8_linear, layer_norm, linear, linear_cross_entropy, rotary
 from .progress import Progress
 from .subject import Group, groups
 
 SUBJECTS = {
     module.SUBJECT.stem: module.SUBJECT
-    for module in (layer_norm, attention, ffn, linear, int8_linear, int8_ffn, linear_cross_entropy)
+    for module in (layer_norm, attention, ffn, linear, int8_linear, int8_ffn, linear_cross_entropy, rotary)
 }
 
 

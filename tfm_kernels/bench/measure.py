@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _backend, ops
+from ..testing.contract import CONSTANTS
 from . import gate, limits, memory, timing
 from .subject import Group, drawer
 
@@ -171,7 +172,7 @@ def _candidates(group: Group, arguments: dict, record: dict, barred: Mapping[str
     The reference is not timed: float64 at full size takes what all the others have.
     """
     op = _backend.OPS[group.case.op]
-    leaves = _leaves(arguments, group.kind == "train")
+    leaves = _leaves(group, arguments, group.kind == "train")
     call = op.describe(**{**arguments, **leaves})
     chosen = record["chosen"] = _backend.select(op, call, None)
     for name, backend in {AUTO: chosen, **{name: name for name in op.support if name != chosen}}.items():
@@ -186,19 +187,20 @@ def _candidates(group: Group, arguments: dict, record: dict, barred: Mapping[str
 
 def _ours(group: Group, arguments: dict, backend: str | None, make: type[Runner]) -> Runner:
     op = getattr(ops, group.case.op)
-    leaves = _leaves(arguments, False)
+    leaves = _leaves(group, arguments, False)
     rest = {name: value for name, value in arguments.items() if name not in leaves}
     if backend is not None:
         rest["backend"] = backend
     return make(group, lambda **tensors: op(**tensors, **rest), leaves)
 
 
-def _leaves(arguments: dict, train: bool) -> dict[str, Tensor]:
+def _leaves(group: Group, arguments: dict, train: bool) -> dict[str, Tensor]:
     """The floating tensors among the arguments: those that a gradient may be asked for."""
+    constants = CONSTANTS.get(group.case.op, ())
     return {
         name: value.detach().requires_grad_(train)
         for name, value in arguments.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
+        if isinstance(value, Tensor) and value.is_floating_point() and name not in constants
     }
 
 

@@ -180,6 +180,27 @@ class Norm(Case):
         return f"M{self.rows} N{self.features}" + (f" dropout {self.dropout_p}" if self.dropout_p else "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rotary(Case):
+    """(batch, heads, length, dim), all of a head turned."""
+
+    op: str = "rotary"
+    batch: int
+    heads: int
+    length: int
+    dim: int = 64
+
+    @property
+    def elements(self) -> int:
+        """Of x."""
+        return self.batch * self.heads * self.length * self.dim
+
+    @property
+    def label(self) -> str:
+        """Such as "B4 H9 T256 D64"."""
+        return f"B{self.batch} H{self.heads} T{self.length} D{self.dim}"
+
+
 def _attention() -> list[Case]:
     def a(batch: int, queries: int, **options) -> Attention:
         return Attention(batch=batch, queries=queries, **options)
@@ -347,11 +368,24 @@ def _norms() -> list[Case]:
     ]
 
 
+def _rotary() -> list[Case]:
+    def r(batch: int, heads: int, length: int, **options) -> Rotary:
+        return Rotary(batch=batch, heads=heads, length=length, **options)
+
+    return [
+        r(1, 9, 1, passes=("infer",), dtypes=ALL),  # decoding
+        r(32, 9, 1, passes=("infer",)),
+        r(4, 9, 256, dtypes=ALL, compiled=True, quick=True, headline=True),
+        r(1, 32, 512, dim=128, dtypes=("float32", "bfloat16"), headline=True),
+        r(8, 12, 1024),
+    ]
+
+
 # by the op's stem
 GRID: dict[str, tuple[Case, ...]] = {
     "layer_norm": tuple(_norms()), "attention": tuple(_attention()), "ffn": tuple(_ffn()),
     "linear": tuple(_linear()), "int8_linear": tuple(_int8_linear()), "int8_ffn": tuple(_int8_ffn()),
-    "linear_cross_entropy": tuple(_linear_cross_entropy()),
+    "linear_cross_entropy": tuple(_linear_cross_entropy()), "rotary": tuple(_rotary()),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .judge import TRUTHS, judge, main_tensor
 from .report import Report
 
-_CONSTANTS = {"rotary": ("cos", "sin")}  # floating arguments that no kernel has a gradient for
+CONSTANTS = {"rotary": ("cos", "sin")}  # floating arguments that no kernel has a gradient for
 Douts = Mapping[str, Tensor | None] | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | None]] | None
 
 
@@ -54,7 +54,7 @@ def run(
     leaves = {
         name: t.detach().requires_grad_(backward)
         for name, t in inputs.items()
-        if isinstance(t, Tensor) and t.is_floating_point() and name not in _CONSTANTS.get(op, ())
+        if isinstance(t, Tensor) and t.is_floating_point() and name not in CONSTANTS.get(op, ())
     }
     with torch.set_grad_enabled(backward):
         result = getattr(ops, op)(**{**inputs, **leaves}, backend=backend)
