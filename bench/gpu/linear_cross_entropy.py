@@ -20,7 +20,7 @@ from tfm_kernels.testing.judge import judge
 
 from .subject import GpuSubject, Inputs, nan_stays_in_its_row
 
-# Said before any measurement: shares of the matrix rate of the library's own products, seconds for each launch, and how
+# Said before any measurement: shares of the limits (the library's own products, a copy), seconds for each launch, and how
 # many there are: forward, backward, and of these for each chunk of CHUNK bytes of the logits' gradient
 SHARE = {FORWARD: 0.60, BACKWARD: 0.60}
 LAUNCH = 2.5e-6
@@ -159,14 +159,16 @@ def _proof(case: LinearCrossEntropy) -> LinearCrossEntropy:
 
 
 def predicted(group: Group, direction: str, limits: Mapping[str, Any]) -> float:
-    """The products at the share of the matrix rate that is aimed at, beside the launches."""
-    rate, case, seconds = matrix_rate(dict(limits), group.dtype), group.case, 0.0
-    chunks = -(-case.rows * case.classes * getattr(torch, group.dtype).itemsize // CHUNK)
+    """The products, or the traffic of few rows, at the share of the limit that is aimed at, beside the launches."""
+    rate, copied = matrix_rate(dict(limits), group.dtype), max(limits["copy"].values())
+    case, itemsize, seconds = group.case, getattr(torch, group.dtype).itemsize, 0.0
+    chunks = -(-case.rows * case.classes * itemsize // CHUNK)
     for one in (FORWARD, BACKWARD):
         if direction in (one, "both"):
             flops = group.subject.flops(case, one) * (AGAIN if one == BACKWARD else 1.0)
             launches = LAUNCHES[one] + (chunks * LAUNCHES_OF_A_CHUNK if one == BACKWARD else 0)
-            seconds += launches * LAUNCH + flops / (SHARE[one] * rate)
+            limit = max(flops / rate, group.subject.bytes_moved(case, itemsize, one) / copied)
+            seconds += launches * LAUNCH + limit / SHARE[one]
     return seconds
 
 
