@@ -20,7 +20,7 @@ from tfm_kernels.testing.judge import judge
 
 from .subject import GpuSubject, Inputs, nan_stays_in_its_row
 
-# Said before any measurement: shares of the limits (the library's own products, a copy), seconds for each launch, and how
+# Said before any measurement: shares of the limits (the library's products, a copy), seconds for each launch, and how
 # many there are: forward, backward, and of these for each chunk of CHUNK bytes of the logits' gradient
 SHARE = {FORWARD: 0.60, BACKWARD: 0.60}
 LAUNCH = 2.5e-6
