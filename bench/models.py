@@ -13,12 +13,8 @@ python -m bench.models --only "decoding"  the cases whose name matches
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,14 +24,14 @@ from torch import Tensor, nn
 
 import tfm_kernels as tfk
 from tests.models.peers import Peer
-from tfm_kernels import _measured, training
-from tfm_kernels.bench import record, timing
+from tfm_kernels import training
+from tfm_kernels.bench import timing
 from tfm_kernels.training import seeds
 from tfm_kernels.training.allocator import keep_freed_memory
 from tfm_kernels.training.loss import IGNORED
 from tfm_kernels.training.vocabulary import MASK, SPECIALS
 
-from . import places
+from . import whole
 
 PLAN = timing.Plan(seconds=12.0, least=5, most=60)
 SMALL = {"d_model": 128, "nhead": 4, "dim_feedforward": 512, "norm_first": True, "max_length": 512}
@@ -255,45 +251,22 @@ def decoded(name: str) -> dict[str, Callable[[], object]]:
     return {"ours": lambda: ours(True), **without, **runs}
 
 
+def told(name: str, seconds: whole.Seconds, known: None) -> dict[str, Any]:
+    """Prints a case; what the file holds of it."""
+    case: dict[str, Any] = {who: vars(timing.spread(taken)) for who, taken in seconds.items()}
+    case["times"] = {
+        who: 1.0 / timing.paired_ratio(seconds["ours"], taken) for who, taken in seconds.items() if who != "ours"
+    }
+    faster = ", ".join(f"{times:.2f}x {who}" for who, times in case["times"].items())
+    print(f"{name}: {case['ours']['median'] * 1e3:.0f} ms, {faster}", flush=True)
+    return case
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", metavar="REGEX", help="only the cases whose name matches")
-    parser.add_argument("--out", help="the result file; by default bench/results/<device>/models/models.json")
-    options = parser.parse_args(arguments)
-    _measured.ignore()
-    found: dict[str, Any] = {"environment": record.environment(), "cases": {}}
-    for name, make in {**dict.fromkeys(DECODED, decoded), **dict.fromkeys(TRAINED, trained)}.items():
-        if not re.search(options.only, name):
-            continue
-        runs = make(name)
-        for run in runs.values():
-            run(), run()  # torch.compile compiles, kernels and memory warm up
-        samples = timing.interleave({who: timed(run) for who, run in runs.items()}, PLAN)
-        seconds = {who: [sample[0] for sample in taken] for who, taken in samples.items()}
-        case = {who: vars(timing.spread(taken)) for who, taken in seconds.items()}
-        case["times"] = {
-            who: 1.0 / timing.paired_ratio(seconds["ours"], taken) for who, taken in seconds.items() if who != "ours"
-        }
-        found["cases"][name] = case
-        faster = ", ".join(f"{times:.2f}x {who}" for who, times in case["times"].items())
-        print(f"{name}: {case['ours']['median'] * 1e3:.0f} ms, {faster}", flush=True)
-    out = places.ROOT / (options.out or f"bench/results/{found['environment']['device']}/models/models.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
-
-
-def timed(run: Callable[[], object]) -> timing.Sampler:
-    """A sample: the seconds of one run."""
-
-    def sample() -> tuple[float, ...]:
-        begin = time.perf_counter()
-        run()
-        return (time.perf_counter() - begin,)
-
-    return sample
+    """Measures every case and writes the file."""
+    makers = {**dict.fromkeys(DECODED, decoded), **dict.fromkeys(TRAINED, trained)}
+    cases = {name: lambda name=name, make=make: (make(name), None) for name, make in makers.items()}
+    return whole.program(__doc__ or "", arguments, "models", cases, PLAN, told)
 
 
 if __name__ == "__main__":

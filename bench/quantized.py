@@ -11,10 +11,7 @@ python -m bench.quantized --only "decoding"  the cases whose name matches
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,16 +21,14 @@ import torch
 from torch import Tensor, nn
 
 import tfm_kernels as tfk
-from tfm_kernels import _measured
-from tfm_kernels.bench import record, timing
+from tfm_kernels.bench import timing
 from tfm_kernels.demo import minilm
 
-from . import places
-from .models import LAYERS, MIDDLE, timed, tokens
+from . import whole
+from .models import LAYERS, MIDDLE, tokens
 
 PLAN = timing.Plan(seconds=25.0, least=5, most=40)
 ROWS = 32
-Runs = dict[str, Callable[[], object]]
 
 
 def encoders() -> dict[str, nn.Module]:
@@ -55,7 +50,7 @@ def encoders() -> dict[str, nn.Module]:
     return found
 
 
-def encoded(padded: bool) -> tuple[Runs, dict[str, float]]:
+def encoded(padded: bool) -> tuple[whole.Runs, dict[str, float]]:
     """One run of each encoder, and the least cosine of its embeddings."""
     _, tokenizer = minilm.load(minilm.model_folder())
     lines = minilm.sentences()
@@ -71,7 +66,7 @@ def encoded(padded: bool) -> tuple[Runs, dict[str, float]]:
     return {who: encode(model) for who, model in models.items()}, cosines
 
 
-def decoded(rows: int) -> tuple[Runs, dict[str, float]]:
+def decoded(rows: int) -> tuple[whole.Runs, dict[str, float]]:
     """One decoding by each model, and the share of tokens that are float32's."""
     torch.manual_seed(0)
     config = tfk.models.TranslationConfig(8000, 8000, **LAYERS, **MIDDLE)
@@ -89,7 +84,7 @@ def decoded(rows: int) -> tuple[Runs, dict[str, float]]:
     return dict(runs), {who: float((run() == truth).float().mean()) for who, run in runs.items()}
 
 
-CASES: dict[str, Callable[[], tuple[Runs, dict[str, float]]]] = {
+CASES: dict[str, Callable[[], tuple[whole.Runs, dict[str, float]]]] = {
     "encoding, padded": lambda: encoded(True),
     "encoding, unpadded": lambda: encoded(False),
     "decoding 3+3 layers, 256 wide, 1 row, 64 tokens": lambda: decoded(1),
@@ -97,41 +92,20 @@ CASES: dict[str, Callable[[], tuple[Runs, dict[str, float]]]] = {
 }
 
 
+def told(name: str, seconds: whole.Seconds, agreement: dict[str, float]) -> dict[str, Any]:
+    """Prints a case beside its first implementation; what the file holds of it."""
+    case = whole.beside(seconds, next(iter(seconds)))
+    print(name)
+    for who, found in case.items():
+        found["agreement"] = agreement[who]
+        took = f"{found['median'] * 1e3:8.1f} ms {found['times']:6.2f}x"
+        print(f"  {who:34}{took}  {agreement[who]:.4f}", flush=True)
+    return case
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures every case and writes the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.quantized", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", metavar="REGEX", help="only the cases whose name matches")
-    parser.add_argument("--out", help="the result file; by default bench/results/<device>/models/quantized.json")
-    options = parser.parse_args(arguments)
-    _measured.ignore()
-    found: dict[str, Any] = {"environment": record.environment(), "cases": {}}
-    for name, make in CASES.items():
-        if not re.search(options.only, name):
-            continue
-        runs, agreement = make()
-        for run in runs.values():
-            run(), run()
-        samples = timing.interleave({who: timed(run) for who, run in runs.items()}, PLAN)
-        seconds = {who: [sample[0] for sample in taken] for who, taken in samples.items()}
-        first = seconds[next(iter(seconds))]
-        found["cases"][name] = {
-            who: {
-                **vars(timing.spread(taken)),
-                "times": 1.0 / timing.paired_ratio(taken, first),
-                "agreement": agreement[who],
-            }
-            for who, taken in seconds.items()
-        }
-        print(name)
-        for who, case in found["cases"][name].items():
-            took = f"{case['median'] * 1e3:8.1f} ms {case['times']:6.2f}x"
-            print(f"  {who:34}{took}  {case['agreement']:.4f}", flush=True)
-    out = places.ROOT / (options.out or f"bench/results/{found['environment']['device']}/models/quantized.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+    return whole.program(__doc__ or "", arguments, "quantized", CASES, PLAN, told)
 
 
 if __name__ == "__main__":
