@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from bench.limits import matrix_rate
-from bench.ops import bench_linear_cross_entropy
-from bench.shapes import LinearCrossEntropy
-from bench.subject import BACKWARD, FORWARD, Group
 from tests.cases import Case, pairs_once
+from tfm_kernels.bench.limits import matrix_rate
+from tfm_kernels.bench.ops import linear_cross_entropy as bench_linear_cross_entropy
+from tfm_kernels.bench.shapes import LinearCrossEntropy
+from tfm_kernels.bench.subject import BACKWARD, FORWARD, Group
 from tfm_kernels.testing import run
 from tfm_kernels.testing.contract import Results, bits_equal
 from tfm_kernels.testing.judge import judge
