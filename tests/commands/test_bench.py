@@ -33,7 +33,7 @@ def wrong_call():
     return build()[0], torch.randn(2, 5, 17)
 
 def nothing_to_replace():
-    return nn.Linear(4, 4), torch.randn(2, 4)
+    return nn.Bilinear(4, 4, 2), (torch.randn(2, 4), torch.randn(2, 4))
 
 class WithoutGraph(nn.Module):
     def __init__(self):
@@ -179,7 +179,7 @@ def test_a_failed_proof_has_no_speed(bench, monkeypatch):
         (("{file}:nothing",), "has no function nothing"),
         (("{folder}",), "a model folder needs a text file of sentences after it: bench"),
         (("{file}:wrong_call",), "the model cannot be measured ("),
-        (("{file}:nothing_to_replace",), "patch() replaces no module of Linear, so there is nothing to compare"),
+        (("{file}:nothing_to_replace",), "patch() replaces no module of Bilinear, so there is nothing to compare"),
         (("{file}:without_graph", "--train", "--seconds", "0"), "returns nothing that a gradient can flow from"),
         (("{file}:patched", "--freeze"), "the model is patched already"),
         (("{file}:build", "--freeze", "--train"), "--freeze is for inference only"),

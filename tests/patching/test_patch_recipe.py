@@ -237,3 +237,13 @@ def test_bad_declarations():
         )  # fmt: skip
     with pytest.raises(TypeError, match="register_recipe: recipe must be a Recipe, got str"):
         tfk.patching.register_recipe("bert")
+
+
+def test_a_class_of_a_file_that_is_no_module_of_the_process():
+    """As a command's target is loaded: nothing may look for its file in sys.modules."""
+    cls = type("Odd", (nn.Module,), {"__module__": "no_such_module", "forward": lambda self, x: self.inner(x)})
+    model = cls()
+    model.inner = nn.LayerNorm(4)
+    with tfk.patch(model) as report:
+        assert [entry.name for entry in report.replaced] == ["inner"]
+        model(torch.randn(2, 4))

@@ -49,7 +49,7 @@ def _turned(module: nn.Module, query: Tensor, key: Tensor, cos: Tensor, sin: Ten
 
 def _own(module: nn.Module) -> Any:
     """The file of transformers that a module's class is written in."""
-    return sys.modules[original_class(module).__module__]
+    return sys.modules.get(original_class(module).__module__)
 
 
 def _fuse_attention(known: Known, normed: bool, window: Callable[[Any], dict[str, Any]]) -> Callable[[Any], type]:
@@ -127,8 +127,9 @@ def _fuse_layer(original: Any) -> type:
 def _recognise(known: Known) -> Callable[[nn.Module], bool]:
     def recognise(module: nn.Module) -> bool:
         """What is not known still has its attention through the registry, and is no failure."""
-        turns = getattr(_own(module), "apply_rotary_pos_emb", None)
-        return turns is not None and known.recognise(module) is True and source.fingerprint(turns) == _ROTARY
+        if known.recognise(module) is not True:
+            return False
+        return source.fingerprint(getattr(_own(module), "apply_rotary_pos_emb", len)) == _ROTARY
 
     return recognise
 
