@@ -92,6 +92,17 @@ FACTORS = {
         "label_smoothing": (0.0, 0.1, 0.0, 1.0),
         "reduction": ("mean", "sum", "none"),
     },
+    "rotary": {
+        "dtype": _DTYPES,
+        "data": tuple(CLASSES),
+        "layout": tuple(LAYOUTS),
+        "places": ((1, 1, 1), (2, 3, 5), (0, 2, 3), (2, 0, 4), (1, 4, 1), (3, 2, 70), (2, 1, 0)),
+        "d": (2, 7, 8, 17, 33, 64, 70, 128, 256),
+        "turned": ("all", "half", "none"),
+        "tables": ("one", "one_of_one_row", "each_row"),
+        "factors": ("same", "f32"),
+        "interleaved": (False, True),
+    },
 }  # fmt: skip
 
 
@@ -347,10 +358,27 @@ def linear_cross_entropy(op, levels, g, device):
     }
 
 
+def rotary(op, levels, g, device):
+    """Factors that differ within a pair too, as no angle has them: each is to be read in its own place."""
+    dtype, (batch, heads, length), d = DTYPES[levels["dtype"]], levels["places"], levels["d"]
+    turned = 2 * int({"all": 0.5, "half": 0.25, "none": 0.0}[levels["turned"]] * d)
+    lead = {"one": (), "one_of_one_row": (1,), "each_row": (batch,)}[levels["tables"]]
+    angles = 7.0 * torch.randn(*lead, length, turned, generator=g)
+    put = lambda t: lay_out(t.to(device), levels["layout"])
+    factors = torch.float32 if levels["factors"] == "f32" else dtype
+    return {
+        "x": put(draw(levels["data"], (batch, heads, length, d), dtype, g)),
+        "cos": put(angles.cos().to(factors)),
+        "sin": put(angles.sin().to(factors)),
+        "interleaved": levels["interleaved"],
+    }
+
+
 BUILD = {
     **dict.fromkeys(FACTORS["norm"]["op"], norm),
     "attention": attention,
     "attention_varlen": attention_varlen,
     "ffn": ffn,
     "linear_cross_entropy": linear_cross_entropy,
+    "rotary": rotary,
 }

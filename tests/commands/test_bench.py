@@ -8,29 +8,17 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
+from tests import test_cli
 from tfm_kernels.bench import limits, model, timing
 from tfm_kernels.patching import frozen
 
-MODEL = """
-import torch
-from torch import nn
+MODEL = f"""{test_cli.MODEL}
 import tfm_kernels as tfk
-
-def build():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval(), torch.randn(2, 5, 16)
-
-def with_loss():
-    return *build(), lambda y: y.square().mean()
 
 def patched():
     built, inputs = build()
     tfk.patch(built, packed=False)
     return built, inputs
-
-def wrong_call():
-    return build()[0], torch.randn(2, 5, 17)
 
 def nothing_to_replace():
     return nn.Bilinear(4, 4, 2), (torch.randn(2, 4), torch.randn(2, 4))

@@ -169,14 +169,6 @@ def test_bad_calls(change, words):
         tfk.ops.rotary(**(call((2, 3, 5, 64, 48)) | change))
 
 
-def test_opcheck():
-    given = call((2, 3, 5, 64, 48), rows=2)
-    for operator in (torch.ops.tfm_kernels.rotary_fwd_cpu, torch.ops.tfm_kernels.rotary_bwd_cpu):
-        torch.library.opcheck(operator.default, (*given.values(), False))
-    given["x"].requires_grad_()
-    torch.library.opcheck(torch.ops.tfm_kernels.rotary_fwd_cpu.default, (*given.values(), False))
-
-
 @pytest.mark.parametrize("trained", [False, True])
 def test_traced_whole(trained):
     given = call((2, 3, 5, 64, 48))

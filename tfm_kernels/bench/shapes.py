@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
 
 LOW = ("bfloat16", "float16")
@@ -10,7 +11,7 @@ PASSES = ("infer", "train")  # infer: forward without a graph; train: forward th
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(ABC):
     """What every case has.
 
     Attributes:
@@ -30,9 +31,9 @@ class Case:
     headline: bool = False
 
     @property
+    @abstractmethod
     def label(self) -> str:
         """The case in a few words; with the op, unique in the grid."""
-        raise NotImplementedError
 
     def data(self) -> dict:
         """The sizes and options as JSON, without what only steers the run."""

@@ -114,9 +114,14 @@ def cache_of(cache: Any, kwargs: dict[str, Any]) -> Any:
     return kwargs.pop("past_key_values", None) if cache is None else cache
 
 
+def file_of(module: nn.Module) -> Any:
+    """The Python module that a module's own class is written in; None where the process does not know it."""
+    return sys.modules.get(swap.original_class(module).__module__)
+
+
 def interface(module: Any) -> Callable[..., Any]:
     """The attention function that a module's own code would call."""
-    own = sys.modules[swap.original_class(module).__module__]
+    own = file_of(module)
     return own.ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, own.eager_attention_forward)
 
 
@@ -172,7 +177,7 @@ def _stock(module, query, key, value, attention_mask, dropout, scaling, position
         kwargs = {**kwargs, "position_bias": position_bias}
     stock = AttentionInterface._global_mapping["sdpa"]
     if _original(module.config) == "eager":  # which is a function of each family's own
-        stock = getattr(sys.modules[type(module).__module__], "eager_attention_forward", stock)
+        stock = getattr(file_of(module), "eager_attention_forward", stock)
         if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
             hidden = torch.finfo(query.dtype).min
             attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, hidden)

@@ -7,7 +7,6 @@ reaches ours through transformers' registry.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from . import huggingface, source
 from .huggingface_parts import LLAMA_NORM, why_not_rms_norm
 from .known import Known
 from .registry import Recipe, backend, register_recipe
-from .swap import fell_back, original_class
+from .swap import fell_back
 
 # fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py)
 _ROTARY = "137d53615941"
@@ -38,18 +37,11 @@ _LAYER = Known(
 
 def _turned(module: nn.Module, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Query and key by their positions; as the model's own function does it where ops.rotary cannot."""
-    named = backend(module)
-    named = (
-        named if named in _backend.OPS["rotary"].support else None
-    )  # patch() names it for the fused ops that have it
-    if _backend.offers("rotary") and all(cos.dtype in (t.dtype, torch.float32) for t in (query, key)):
-        return ops.rotary(query, cos, sin, backend=named), ops.rotary(key, cos, sin, backend=named)
-    return _own(module).apply_rotary_pos_emb(query, key, cos, sin)
-
-
-def _own(module: nn.Module) -> Any:
-    """The file of transformers that a module's class is written in."""
-    return sys.modules.get(original_class(module).__module__)
+    if not _backend.offers("rotary") or any(cos.dtype not in (t.dtype, torch.float32) for t in (query, key)):
+        return huggingface.file_of(module).apply_rotary_pos_emb(query, key, cos, sin)
+    named = backend(module)  # meant for those of the fused ops that have it
+    named = named if named in _backend.OPS["rotary"].support else None
+    return ops.rotary(query, cos, sin, backend=named), ops.rotary(key, cos, sin, backend=named)
 
 
 def _fuse_attention(known: Known, normed: bool, window: Callable[[Any], dict[str, Any]]) -> Callable[[Any], type]:
@@ -129,7 +121,7 @@ def _recognise(known: Known) -> Callable[[nn.Module], bool]:
         """What is not known still has its attention through the registry, and is no failure."""
         if known.recognise(module) is not True:
             return False
-        return source.fingerprint(getattr(_own(module), "apply_rotary_pos_emb", len)) == _ROTARY
+        return source.fingerprint(getattr(huggingface.file_of(module), "apply_rotary_pos_emb", len)) == _ROTARY
 
     return recognise
 

@@ -12,8 +12,9 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     columns = torch.arange(turned, device=x.device)
     first, second = (columns[0::2], columns[1::2]) if interleaved else columns.chunk(2)
     cos, sin = cos.double().unsqueeze(-3), sin.double().unsqueeze(-3)
-    xi, xj = x[..., first].double(), x[..., second].double()
+    wide = x.double()
+    xi, xj = wide[..., first], wide[..., second]
     yi = xi * cos[..., first] - xj * sin[..., first]
     yj = xj * cos[..., second] + xi * sin[..., second]
     pairs = torch.stack((yi, yj), dim=-1).flatten(-2) if interleaved else torch.cat((yi, yj), dim=-1)
-    return torch.cat((pairs.to(x.dtype), x[..., turned:]), dim=-1)
+    return torch.cat((pairs, wide[..., turned:]), dim=-1).to(x.dtype)
