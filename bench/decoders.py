@@ -5,7 +5,7 @@ generation with the cache, one row and several, and a step of training without i
 SDPA, the same patched, and for generation by weights of 8 bits, each in float32 and bfloat16. What prove() says of the
 smaller model comes first: where it fails nothing is timed. In turns, in an order shuffled anew each round.
 
-python -m bench.decoders                       everything, 25 to 50 seconds a case on 2 cores; needs the extra [demo]
+python -m bench.decoders                       everything, about 50 seconds a case on 2 cores; needs the extra [demo]
 python -m bench.decoders --only "generation"   the cases whose name matches
 """
 
