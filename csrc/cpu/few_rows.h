@@ -2,8 +2,8 @@
 //
 // What such a product costs is the weights' way from L3 or memory, so they are read once, in the
 // order they lie, and asked for ahead. Up to kDotRows rows: every element is a dot product, nothing
-// is packed or turned. More: x is turned, so that a vector holds rows, and each weight multiplies
-// whole vectors.
+// is packed or turned; one row takes a feature after the other, more take some features at once.
+// Beyond: x is turned, so that a vector holds rows, and each weight multiplies whole vectors.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -175,6 +175,55 @@ void dot_products(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, 
   }
 }
 
+// The longest x, in elements, that one row reads again for every feature: 16 KiB, half of L1.
+constexpr int64_t kRowLength = 4096;
+constexpr int64_t kRowSums = 8;  // vectors of sums, so that additions need not wait for one another
+
+// The sum of w[i] x[i] over k elements, as a vector whose elements are still to be added.
+template <typename T, typename O>
+typename Products<O>::Sum row_dot(const T* w, const O* x, int64_t k) {
+  using P = Products<O>;
+  constexpr int64_t kLength = P::kLength;
+  auto sum = zeros<typename P::Sum, kRowSums>();
+  int64_t i = 0;
+  const auto add = [&](int64_t s, int64_t at) __attribute__((always_inline)) {
+    sum[s] = P::add(P::load(w + at), P::load(x + at), sum[s]);
+  };
+  for (; i + kRowSums * kLength <= k; i += kRowSums * kLength)
+#pragma GCC unroll 8
+    for (int64_t s = 0; s < kRowSums; ++s) add(s, i + s * kLength);
+#pragma GCC unroll 8
+  for (int64_t s = 0; s < kRowSums - 1; ++s)
+    if (i + kLength <= k) {
+      add(s, i);
+      i += kLength;
+    }
+  if (const int64_t rest = k - i; rest > 0 && rest < kLength)
+    sum[kRowSums - 1] = P::add(P::load(w + i, rest), P::load(x + i, rest), sum[kRowSums - 1]);
+#pragma GCC unroll 8
+  for (int64_t s = 1; s < kRowSums; ++s) sum[0] = sum[0] + sum[s];
+  return sum[0];
+}
+
+// out (n, ld) = w x in its first column, one row x of k elements; the others hold 0. Weights
+// narrower than what they are multiplied in come from memory twice as fast in one stream as in
+// kDotSums of them (Zen 4, two cores, G weights/s: int8 27 and 10, bfloat16 17 and 12; float32 8
+// either way).
+template <typename T, typename O, typename C = compute_t<T>>
+void row_products(int64_t n, int64_t k, const T* w, int64_t w_ld, const O* x, C* out, int64_t ld) {
+  using V = typename Products<O>::Sum;
+  constexpr int64_t kLanes = V::size();
+  std::fill(out, out + n * ld, C(0));
+  for (int64_t f = 0; f < n; f += kLanes) {
+    V part[kLanes];
+    for (int64_t l = 0; l < kLanes; ++l)  // the last feature stands in
+      part[l] = row_dot(w + std::min(f + l, n - 1) * w_ld, x, k);
+    alignas(64) C sums[kLanes];
+    lane_sums(part).store(sums);
+    for (int64_t l = 0; l < std::min(kLanes, n - f); ++l) out[(f + l) * ld] = sums[l];
+  }
+}
+
 constexpr int64_t kTurnedLength = 128;  // sums formed at a time: 32 rows of them stay in L1
 // Features of a tile over two vectors of rows, whose sums registers hold.
 template <typename C>
@@ -260,6 +309,8 @@ void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_
       turned_products<1>(n, k, w, w_ld, x, ld, out);
     else
       turned_products<2>(n, k, w, w_ld, x, ld, out);
+  } else if (rows == 1 && kWidens<T> && k <= kRowLength) {
+    row_products(n, k, w, w_ld, x, out, ld);
   } else if (rows == 1) {
     dot_products<1>(n, rows, k, w, w_ld, x, x_ld, out, ld);
   } else if (rows == 2 || kDotSums<C> == 8) {

@@ -14,7 +14,18 @@ BACKENDS = ["reference", "aten", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WAYS = [False, True]  # dynamic
 # rows, width, features: tails of every tile, rows alone, in part of a panel, in panels and in tiles, long sums
-SIZES = [(1, 1, 1), (2, 17, 3), (3, 130, 41), (4, 1040, 5), (7, 300, 33), (8, 64, 200), (9, 70, 13), (16, 600, 97)]
+SIZES = [
+    (1, 1, 1),
+    (1, 583, 33),
+    (1, 4100, 5),
+    (2, 17, 3),
+    (3, 130, 41),
+    (4, 1040, 5),
+    (7, 300, 33),
+    (8, 64, 200),
+    (9, 70, 13),
+    (16, 600, 97),
+]
 SIZES += [(31, 33, 24), (32, 128, 260), (33, 40, 40), (70, 9, 12), (150, 140, 530), (270, 1040, 20), (600, 513, 37)]
 
 

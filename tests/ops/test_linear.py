@@ -14,7 +14,18 @@ from tfm_kernels.testing import ContractError, assert_contract, invariance, judg
 BACKENDS = ["reference", "aten", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # rows, width, features: tails of every tile, more than one block of rows, sums in more than one part
-SIZES = [(1, 1, 1), (2, 17, 3), (4, 1040, 5), (7, 300, 33), (8, 64, 200), (9, 70, 13), (16, 600, 97), (31, 33, 24)]
+SIZES = [
+    (1, 1, 1),
+    (1, 583, 33),
+    (1, 4100, 5),
+    (2, 17, 3),
+    (4, 1040, 5),
+    (7, 300, 33),
+    (8, 64, 200),
+    (9, 70, 13),
+    (16, 600, 97),
+    (31, 33, 24),
+]
 SIZES += [(32, 128, 260), (33, 40, 40), (70, 9, 12), (150, 140, 530), (270, 1040, 20)]
 
 
