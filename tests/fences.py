@@ -20,6 +20,14 @@ def fenced(t):
     return copy.copy_(t)
 
 
+def fenced_empty_like(t):
+    """torch.empty_like(t), its strides too, that ends at a protected page."""
+    strides = torch.empty_like(t, device="meta").stride()
+    order = sorted(range(t.dim()), key=lambda i: (-strides[i], i))
+    stored = fenced(torch.empty([t.shape[i] for i in order], dtype=t.dtype))
+    return stored.permute([order.index(i) for i in range(t.dim())])
+
+
 def huge(numel, dtype):
     """Zeros that take up memory only where they are written, with a fence of the same size on both sides."""
     return _map(numel * torch.empty(0, dtype=dtype).element_size(), fence=True).view(dtype)

@@ -1,5 +1,6 @@
 """Compiles a Triton kernel for a GPU that is not there, and reads off its machine code what it needs."""
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -60,6 +61,12 @@ def figures(compiled, products=()):
     }
 
 
+def whole(compiled):
+    """How many of the loads and stores of a compiled kernel take 16 bytes: {"LDG.128": ..., "STG.128": ...}."""
+    found = Counter(re.findall(r"\b(LDG|STG)\.E\.128\b", _read(compiled)[1]))
+    return {f"{name}.128": found[name] for name in ("LDG", "STG") if found[name]}
+
+
 def _main_loops(code, products):
     """How often the instructions of COUNTED and of ``products`` occur in each innermost loop that holds a product.
 
@@ -82,6 +89,7 @@ def _main_loops(code, products):
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", re.MULTILINE)
 
 
+@functools.lru_cache(maxsize=1)
 def _read(compiled):
     """What cuobjdump and nvdisasm say of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -5,7 +5,15 @@ import json
 import pytest
 import triton
 
-from tests.aot import attention_bwd_table, attention_table, ffn_table, linear_cross_entropy_table, plan, table
+from tests.aot import (
+    attention_bwd_table,
+    attention_table,
+    ffn_table,
+    linear_cross_entropy_table,
+    plan,
+    rotary_table,
+    table,
+)
 
 FIGURES = {"registers": 32, "stack": 0, "local": 0, "shared": 0}
 SPILLED = {**FIGURES, "stack": 16, "LDL": 4, "stack in loops": 0}
@@ -58,7 +66,7 @@ def test_a_planned_stack_must_stay_out_of_the_main_loop():
 
 
 def test_the_tables_are_of_one_triton_and_it_is_said_where_another_runs():
-    tables = table, attention_table, attention_bwd_table, ffn_table, linear_cross_entropy_table
+    tables = table, attention_table, attention_bwd_table, ffn_table, linear_cross_entropy_table, rotary_table
     (version,) = {table.load(module.FILE)["triton"] for module in tables}
     if version != triton.__version__:
         pytest.skip(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.aot import attention_bwd_table, attention_table, ffn_table, linear_cross_entropy_table, table
+from tests.aot import attention_bwd_table, attention_table, ffn_table, linear_cross_entropy_table, rotary_table, table
 from tests.aot.sass import compile_kernel
 from tfm_kernels.triton import _launch
 
@@ -22,6 +22,7 @@ def attention(archs):
 ENTRIES = {
     **attention(ARCHS),
     **table.entries(ARCHS),
+    **rotary_table.entries(ARCHS),
     **{
         name: entry["launch"]
         for products in (ffn_table, linear_cross_entropy_table)

@@ -12,6 +12,7 @@ from tfm_kernels import ops
 from tfm_kernels.ops.ffn import BWD as FFN_BWD
 from tfm_kernels.ops.layer_norm import BWD as LAYER_NORM_BWD
 from tfm_kernels.ops.linear_cross_entropy import BWD as LINEAR_CROSS_ENTROPY_BWD
+from tfm_kernels.ops.rotary import BWD as ROTARY_BWD
 
 
 @pytest.fixture(autouse=True)
@@ -70,12 +71,29 @@ def loss_gradients(x, weight):
     return LINEAR_CROSS_ENTROPY_BWD["triton"](row, x, w, None, targets(x), row, *rest)
 
 
+def heads(x, weight):
+    """Two heads of 8 features, and a table of factors for all of them."""
+    return x.view(1, x.shape[0], 2, 8).transpose(1, 2), weight.new_empty(x.shape[0], 8)
+
+
+def turned(x, weight):
+    y, table = heads(x, weight)
+    y = ops.rotary(y, table, table, backend="triton")
+    return y.transpose(1, 2).reshape(x.shape)
+
+
+def turned_gradients(x, weight):
+    dy, table = heads(x, weight)
+    return (ROTARY_BWD["triton"](dy, table, table, True),)
+
+
 FORWARD = {op: norm(op) for op in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")} | {"ffn": block}
-FORWARD["linear_cross_entropy"] = losses
+FORWARD |= {"linear_cross_entropy": losses, "rotary": turned}
 BACKWARD = {  # and the shapes of the results for (rows, 16)
     "layer_norm": (norm_gradients, lambda rows: [(rows, 16), (rows, 16), (16,), (0,)]),
     "ffn": (block_gradients, lambda rows: [(rows, 16), (48, 16), (0,), (16, 48), (16,), (0,)]),
     "linear_cross_entropy": (loss_gradients, lambda rows: [(rows, 16), (48, 16), (0,)]),
+    "rotary": (turned_gradients, lambda rows: [(1, 2, rows, 8)]),
 }
 
 

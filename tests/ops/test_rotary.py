@@ -88,29 +88,31 @@ def test_gradients(backend):
         assert gradgradcheck(lambda *t: tfk.ops.rotary(*t, backend=backend), (x, cos, sin))
 
 
-def test_gradients_of_the_factors_are_refused_by_name_and_left_to_pytorch_otherwise():
+@pytest.mark.parametrize("backend", ["cpu"])
+def test_gradients_of_the_factors_are_refused_by_name_and_left_to_pytorch_otherwise(backend):
     given = call((2, 3, 5, 64, 48))
     given["sin"].requires_grad_()
     with pytest.raises(tfk.BackendError, match="computes no gradients of cos and sin"):
-        tfk.ops.rotary(**given, backend="cpu")
+        tfk.ops.rotary(**given, backend=backend)
     tfk.ops.rotary(**given).sum().backward()
     assert given["sin"].grad is not None
     with torch.no_grad():
         assert "-> cpu" in tfk.explain("rotary", **given)
 
 
+@pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_any_strides(dtype, interleaved):
+def test_any_strides(backend, dtype, interleaved):
     """Bit for bit; the result lies as x does where x has no gaps."""
     given = call((2, 3, 5, 64, 48), dtype, rows=2, interleaved=interleaved)
-    y = tfk.ops.rotary(**given, backend="cpu")
+    y = tfk.ops.rotary(**given, backend=backend)
     assert y.shape == given["x"].shape and y.stride() == given["x"].stride()
     for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
         x = given["x"].permute(order).contiguous().permute(*torch.tensor(order).argsort())
-        again = tfk.ops.rotary(**(given | {"x": x}), backend="cpu")
+        again = tfk.ops.rotary(**(given | {"x": x}), backend=backend)
         assert torch.equal(again, y) and again.stride() == x.stride()
-    invariance.assert_view_equals_contiguous("rotary", given, "cpu", backward=False)
+    invariance.assert_view_equals_contiguous("rotary", given, backend, backward=False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -169,12 +171,13 @@ def test_bad_calls(change, words):
         tfk.ops.rotary(**(call((2, 3, 5, 64, 48)) | change))
 
 
+@pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("trained", [False, True])
-def test_traced_whole(trained):
+def test_traced_whole(backend, trained):
     given = call((2, 3, 5, 64, 48))
     x = given.pop("x").requires_grad_(trained)
-    step = torch.compile(lambda x: tfk.ops.rotary(x, **given, backend="cpu") * 2, fullgraph=True, backend="aot_eager")
-    y, expected = step(x), tfk.ops.rotary(x, **given, backend="cpu") * 2
+    turn = lambda x: tfk.ops.rotary(x, **given, backend=backend) * 2
+    y, expected = torch.compile(turn, fullgraph=True, backend="aot_eager")(x), turn(x)
     assert torch.equal(y, expected)
     if trained:
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])

@@ -24,7 +24,7 @@ from .. import _autograd, _backend, _check, _library, _measured
 from ..aten import rotary as aten
 from ..reference import rotary as reference
 
-COMPILED = ("cpu",)
+COMPILED = ("cpu", "triton")
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,20 @@ class Call:
     trains_angles: bool
 
 
-def _cpu(call: Call) -> str | None:
+def _why_not(call: Call, backend: str) -> str | None:
     angles = "computes no gradients of cos and sin" if call.trains_angles else None
-    return _library.unreachable(call.device, "cpu") or angles or _library.missing("rotary", "cpu")
+    return _library.unreachable(call.device, backend) or angles or _library.missing("rotary", backend)
 
 
-SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
+def _triton(call: Call) -> str | None:
+    return "has no float64 kernels" if call.dtype == torch.float64 else _why_not(call, "triton")
+
+
+SUPPORT = {
+    "reference": lambda call: None, "aten": lambda call: None, "cpu": lambda call: _why_not(call, "cpu"),
+    "triton": _triton,
+}  # fmt: skip
+REMARKS = {"triton": _backend.UNPROVEN}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -100,7 +108,7 @@ def _stand_in(call: Call) -> _backend.StandIn:
     )
 
 
-OP = _backend.register(_backend.Op("rotary", SUPPORT, prefer, describe, bucket, _stand_in))
+OP = _backend.register(_backend.Op("rotary", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
 _CHOICES = _backend.Choices()
 FWD = _library.declare(
     "rotary_fwd",
@@ -128,7 +136,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, ba
             D, and the features from R on stay as they are. dtype of ``x`` or float32.
         sin: shape and dtype of ``cos``.
         interleaved: the pairs are (0, 1), (2, 3), ... and not (0, R / 2), (1, R / 2 + 1), ...
-        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
 
     Returns:
         (B, H, T, D), dtype, device and, where x has no gaps, strides of ``x``.
@@ -136,7 +144,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, ba
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: shapes, dtypes or devices disagree (the message names argument, expected, got).
-        BackendError: ``backend`` was named and cannot run this call; "cpu" computes no gradients of cos and sin.
+        BackendError: ``backend`` was named and cannot run this call; "cpu" and "triton" compute no gradients of
+            cos and sin.
 
     Numerics: float32 (float64 for float64), rounded once. Deterministic.
     Cost: reads x and writes y once, 4 B H T R operations; keeps cos and sin for the backward, and not x.

@@ -69,7 +69,7 @@ def aligned(features: int, *tensors: Tensor | None) -> bool:
     if features % 8:
         return False
     for t in tensors:
-        if t is not None and (t.data_ptr() % 16 or (t.dim() > 1 and t.stride(0) % 8)):
+        if t is not None and (t.data_ptr() % 16 or t.stride(-1) != 1 or any(s % 8 for s in t.stride()[:-1])):
             return False
     return True
 
