@@ -47,26 +47,32 @@ def guarded_call(op: str, inputs: Mapping[str, Any], backend: str) -> dict[str, 
 
 @contextmanager
 def guards(fill: int) -> Iterator[Any]:
-    """Yields t -> copy of t between guards; inside, torch.empty and torch.zeros give guarded tensors too.
+    """Yields t -> copy of t between guards; inside, what torch.empty, empty_like and zeros give is guarded too.
 
     Raises:
         AssertionError: at the end, where a guard was written to.
     """
     kept: list[tuple[Tensor, int]] = []
-    empty = torch.empty
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def put(like: Tensor, device: Any) -> Tensor:
+        size = like.numel() * like.element_size()
+        buffer = empty(size + 2 * GUARD, dtype=torch.uint8, device=device).fill_(fill)
+        kept.append((buffer, size))
+        return buffer[GUARD : GUARD + size].view(like.dtype).as_strided(like.shape, like.stride())
 
     def new(*shape: Any, **options: Any) -> Tensor:
-        like = empty(*shape, **{**options, "device": "meta"})
-        size = like.numel() * like.element_size()
-        buffer = empty(size + 2 * GUARD, dtype=torch.uint8, device=options.get("device", "cpu")).fill_(fill)
-        kept.append((buffer, size))
-        return buffer[GUARD : GUARD + size].view(like.dtype).view(like.shape)
+        return put(empty(*shape, **{**options, "device": "meta"}), options.get("device", "cpu"))
+
+    def new_like(t: Tensor, **options: Any) -> Tensor:
+        return put(empty_like(t, **{**options, "device": "meta"}), options.get("device", t.device))
 
     def guard(t: Tensor) -> Tensor:
         return new(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
     zeros = lambda *shape, **options: new(*shape, **options).zero_()  # noqa: E731
-    with mock.patch.object(torch, "empty", new), mock.patch.object(torch, "zeros", zeros):
+    patches = {"empty": new, "empty_like": new_like, "zeros": zeros}
+    with mock.patch.multiple(torch, **patches):
         yield guard
     for buffer, size in kept:
         outside = torch.cat([buffer[:GUARD], buffer[GUARD + size :]])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.gpu import attention, ffn, linear_cross_entropy, memory
+from bench.gpu import attention, ffn, linear_cross_entropy, memory, rotary
 from bench.gpu.layer_norm import TRITON
 from tests import bench_gpu_checks as checks
 from tfm_kernels import ops
@@ -16,6 +16,7 @@ LOSSES = {
     for name, call in checks.small(linear_cross_entropy.TRITON, " 70 ").items()
     if "bfloat16" in name and "bias" in name
 }
+TURNS = rotary.TRITON.branches("cpu")
 BLOCKS = {name: call for name, call in checks.small(ffn.TRITON, " 70 ").items() if "bfloat16" in name}
 
 
@@ -32,6 +33,11 @@ def test_guards_and_repeats_of_ffn(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_guards_and_repeats_of_linear_cross_entropy(name):
     checks.guards_and_repeats(linear_cross_entropy.TRITON, *LOSSES[name], times=2)
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_guards_and_repeats_of_rotary(name):
+    checks.guards_and_repeats(rotary.TRITON, *TURNS[name], times=2)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -75,8 +81,21 @@ def test_contract_items_of_linear_cross_entropy(tmp_path):
     checks.contract_items(linear_cross_entropy.TRITON, tmp_path, "-70-k=33-", "rows that count")
 
 
+def test_contract_items_of_rotary(tmp_path):
+    checks.contract_items(rotary.TRITON, tmp_path, "-d=30-", "NaN in a pair", count=2)
+
+
 def test_contract_items(tmp_path):
     checks.contract_items(TRITON, tmp_path, "-17-width=", "masks of width 7, p = 0.5", count=3)
+
+
+def test_a_result_that_lies_as_its_argument_is_guarded_too():
+    x = torch.randn(2, 3, 8).transpose(0, 1)
+    with pytest.raises(AssertionError, match="was written to"):
+        with memory.guards(0xFF):
+            y = torch.empty_like(x)
+            assert y.stride() == x.stride() and y.dtype == x.dtype
+            y.untyped_storage()[memory.GUARD - 1] = 1
 
 
 @pytest.mark.parametrize("check", ["attention hidden keys, window, torch.bfloat16", "attention NaN that is seen"])
