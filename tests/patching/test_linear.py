@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tfm_kernels.patching import onednn
 from tfm_kernels.patching.linear import linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -44,3 +45,37 @@ def test_gradients_reach_whatever_wants_one(wanted, dtype):
     grads = torch.autograd.grad(linear(x, layer).sum(), leaves)
     for given, expected in zip(grads, torch.autograd.grad(layer(x).sum(), leaves), strict=True):
         torch.testing.assert_close(given, expected)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["inference", "gradient"])
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("dtype, low", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)], ids=str)
+def test_autocast_goes_before_the_emulated_type(dtype, low, rows, recorded, monkeypatch):
+    monkeypatch.setattr(onednn, "EMULATED", {torch.bfloat16, torch.float16})
+    layer, x = layer_and_input(rows, dtype)
+    with torch.set_grad_enabled(recorded), torch.autocast("cpu", low):
+        y, expected = linear(x, layer), layer(x)
+    assert y.dtype == expected.dtype == low and torch.equal(y, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_is_bound_to_no_range_of_rows(strict, monkeypatch):
+    monkeypatch.setattr(onednn, "EMULATED", {torch.float16})
+    layer, x = layer_and_input(40, torch.float16)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return linear(x, self.layer)
+
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    program = torch.export.export(Block(), (x,), dynamic_shapes=({0: rows},), strict=strict).module()
+    for n in (2, 15, 16, 40):
+        torch.testing.assert_close(program(x[:n]), layer(x[:n]))
+    fixed = torch.export.export(Block(), (x,), strict=strict)
+    assert any(node.target is torch.ops.aten.linear.default and node.meta["val"].dtype == torch.float32
+               for node in fixed.graph.nodes), "a known number of rows is widened"  # fmt: skip

@@ -65,6 +65,33 @@ def test_bad_input_is_refused_as_by_pytorch(bad):
     assert str(given.value) == str(expected.value)
 
 
+ODD = {  # weight and bias that F.linear takes and a kernel cannot
+    "sparse csr": lambda weight: (weight.to_sparse_csr(), None),
+    "sparse coo": lambda weight: (weight.to_sparse(), None),
+    "weight of one dimension": lambda weight: (weight[0], None),
+    "bias of one": lambda weight: (weight, torch.ones(1)),
+    "bias without dimensions": lambda weight: (weight, torch.tensor(2.0)),
+    "bias of a row": lambda weight: (weight, torch.arange(200.0)[None]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("freeze", [False, True], ids=["", "freeze"])
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_weights_and_biases_stay_pytorchs(odd, rows, freeze, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", _library.XEON)
+    monkeypatch.setattr(frozen, "_PRODUCTS", 0)
+    stock, patched, x = model(), model(), torch.randn(rows, 96)
+    tfk.patch(patched, freeze=freeze)
+    for each in (stock, patched):
+        weight, bias = ODD[odd](each[0].weight.detach())
+        each[0].weight = nn.Parameter(weight, requires_grad=False)
+        each[0].bias = None if bias is None else nn.Parameter(bias)
+    assert torch.equal(patched[0](x), stock[0](x))
+
+
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)

@@ -6,6 +6,7 @@ or whose weights are no ordinary tensors, is called.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
@@ -27,9 +28,13 @@ def plain(child: nn.Module | None, *classes: type) -> bool:
 
 
 def ordinary(*tensors: Tensor | None) -> bool:
-    """Whether these are tensors that a kernel can read: no subclass with a meaning of its own (None is fine)."""
+    """Whether a kernel can read these tensors: dense, no subclass with a meaning of its own (None is fine)."""
     for tensor in tensors:  # a loop, because a generator in all() takes three times as long
-        if tensor is not None and type(tensor) not in _ORDINARY and not isinstance(tensor, FakeTensor):
+        if tensor is None:
+            continue
+        if type(tensor) not in _ORDINARY and not isinstance(tensor, FakeTensor):
+            return False
+        if tensor.layout is not torch.strided:
             return False
     return True
 

@@ -35,9 +35,23 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
             return y
         if x.dtype == torch.float32 and rows >= _ONEDNN_ROWS and onednn.gains():
             return onednn.product(x, weight, bias)  # it adds the bias as it stores; F.linear takes a pass of its own
-    if x.dtype in onednn.EMULATED and weight.dtype == x.dtype and rows >= _WIDEN_ROWS:
+    if x.dtype in onednn.EMULATED and weight.dtype == x.dtype and _widens(rows):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
+
+
+def _widens(rows: Any) -> bool:
+    """Whether a product in an emulated type gains by float32; autocast, which has a type of its own, is left alone.
+
+    Compiled code asks only what it knows without a guard: one would bind an exported program to a range of rows.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        return False
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # sympy: not for every import
+
+        return statically_known_true(rows >= _WIDEN_ROWS)
+    return rows >= _WIDEN_ROWS
 
 
 def _alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import _check
@@ -63,10 +62,13 @@ def _linear(original: Any) -> type:
 
 
 def _is_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call is a product of floats in ordinary tensors; all else, bad calls among it, is PyTorch's."""
-    if not ordinary(x, weight, bias) or x.dtype not in _check.FLOATING or x.is_nested or x.layout != torch.strided:
+    """Whether a call is a product of floats in ordinary tensors; all else, bad calls among it, is PyTorch's.
+
+    F.linear also takes a weight (K,) and any bias that can be added to the product.
+    """
+    if not ordinary(x, weight, bias) or x.dtype not in _check.FLOATING or x.is_nested or weight.dim() != 2:
         return False
-    return x.dim() > 0 and x.shape[-1] == weight.shape[-1]
+    return x.dim() > 0 and x.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
 
 
 def _itself(module: nn.Module) -> list[nn.Module]:
