@@ -71,6 +71,12 @@ def why_not_plain(owner: nn.Module, path: str, *classes: type | str) -> str | No
             return f"{path} is {type(module).__name__}, not {' or '.join(names)}"
     if spans_rows(module):
         return f"{path} normalises more than the last dimension"
+    return why_not_left_alone(owner, path)
+
+
+def why_not_left_alone(owner: nn.Module, path: str) -> str | None:
+    """None where nobody watches the child at ``path`` and its weights are ordinary tensors, else part of a sentence."""
+    module = child(owner, path)
     return _watched(path, module) if hooked(module) else _strange(path, module)
 
 
@@ -130,7 +136,7 @@ def why_not_stock(owner: nn.Module, paths: Iterable[str]) -> str | None:
         module = child(owner, path)
         if not original_class(module).__module__.startswith("torch.nn.modules."):
             return f"{path} is {type(module).__name__}, not a module of torch.nn"
-        reason = _watched(path, module) if hooked(module) else _strange(path, module)
+        reason = why_not_left_alone(owner, path)
         if reason is not None:
             return reason
     return None

@@ -35,7 +35,7 @@ MASK_AS_DATA = frozenset(
 # Keywords that do not change what attention computes once the mask is there.
 _HARMLESS = frozenset(
     "position_ids use_cache output_attentions output_hidden_states encoder_hidden_states deterministic sliding_window "
-    "past_key_values cache_position return_dict is_causal num_items_in_batch".split()
+    "output_router_logits past_key_values cache_position return_dict is_causal num_items_in_batch".split()
 )
 _previous: dict[int, tuple[weakref.ref, str]] = {}  # id of a config -> what patching replaced in it
 _registered: list[str] = []

@@ -20,7 +20,7 @@ class Known:
         code: "attention.forward" -> the fingerprint (source.py) that the method must have, or several of which it must
             have one, for every method replaced or passed by.
         reads: path -> the exact class, for the children whose weights the fused code reads without calling them.
-        passes: paths of children that the fused code passes by: they must not be hooked, their class is in ``code``.
+        passes: paths of children that the fused code passes by, reading their weights; their forwards are in ``code``.
         activation: path of the activation, or None.
         calls: paths of children that must exist because the fused code calls them.
     """
@@ -35,10 +35,8 @@ class Known:
         """True for a module of this kind, False for another, part of a sentence for one that only looks like it."""
         if not all(_at(module, path) is not None for path in (*self.reads, *self.passes, *self.calls)):
             return False
-        for place, wanted in self.code.items():
-            path, _, method = place.rpartition(".")
-            if not says(_at(module, path), method, *((wanted,) if isinstance(wanted, str) else wanted)):
-                return guard.UNKNOWN_FORWARD if self.reads or self.calls else False  # nothing else says what it is
+        if not all(self._says(module, place) for place in self.code):
+            return guard.UNKNOWN_FORWARD if self.reads or self.calls else False  # nothing else says what it is
         return self.why_not(module) or True
 
     def why_not(self, module: nn.Module) -> str | None:
@@ -50,9 +48,17 @@ class Known:
             if reason is not None:
                 return reason
         for path in self.passes:
-            if guard.hooked(guard.child(module, path)):
-                return f"{path} has hooks"
+            reason = guard.why_not_left_alone(module, path)
+            if reason is None and not self._says(module, f"{path}.forward"):  # another may have taken its place
+                reason = f"{path} is {type(guard.child(module, path)).__name__}, whose forward is not the known one"
+            if reason is not None:
+                return reason
         return None if self.activation is None else block.why_not_activation(self.function(module))
+
+    def _says(self, module: nn.Module, place: str) -> bool:
+        path, _, method = place.rpartition(".")
+        wanted = self.code[place]
+        return says(_at(module, path), method, *((wanted,) if isinstance(wanted, str) else wanted))
 
     def function(self, module: nn.Module) -> Any:
         """The activation, a module or a plain function."""

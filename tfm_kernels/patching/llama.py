@@ -21,7 +21,7 @@ from .registry import Recipe, backend, register_recipe
 from .swap import fell_back
 
 # fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py)
-_ROTARY = "137d53615941"
+_ROTARY = {"apply_rotary_pos_emb": "137d53615941", "rotate_half": "d13566b44750"}  # functions of a model's file
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LLAMA = Known({"forward": ("a8215193b2a3", "c0b55e112c22")}, {}, calls=_PROJECTIONS)
 _MISTRAL = Known({"forward": ("f900b344e10b", "d3903f12705d")}, {}, calls=_PROJECTIONS)
@@ -121,7 +121,8 @@ def _recognise(known: Known) -> Callable[[nn.Module], bool]:
         """What is not known still has its attention through the registry, and is no failure."""
         if known.recognise(module) is not True:
             return False
-        return source.fingerprint(getattr(huggingface.file_of(module), "apply_rotary_pos_emb", len)) == _ROTARY
+        own = huggingface.file_of(module)
+        return all(source.fingerprint(getattr(own, name, len)) == code for name, code in _ROTARY.items())
 
     return recognise
 

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from .swap import original_class
 
+_said: dict[Callable[..., Any], str | None] = {}  # function -> its fingerprint
 _IGNORED = {"annotation", "returns", "decorator_list", "type_comment", "type_params", "ctx", "kind", "type_ignores"}
 
 
@@ -56,9 +58,17 @@ def _canonical(node: Any) -> str:
 
 
 def says(module: Any, method: str, *known: str) -> bool:
-    """Whether a module's own class has exactly the known code for ``method``, and is called in the ordinary way."""
-    cls = original_class(module)
-    return cls.__call__ is nn.Module.__call__ and fingerprint(getattr(cls, method, len)) in known
+    """Whether a module's own class has exactly the known code for ``method``, and is called in the ordinary way.
+
+    Cheap enough for every call. Compiled code, which cannot read sources, knows the functions that were met before.
+    """
+    cls: Any = original_class(module)
+    function = getattr(cls, method, len)
+    if function not in _said:
+        if torch.compiler.is_compiling():
+            return False
+        _said[function] = fingerprint(function)
+    return cls.__call__ is nn.Module.__call__ and _said[function] in known
 
 
 def main(names: list[str]) -> None:
