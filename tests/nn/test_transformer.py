@@ -267,6 +267,52 @@ def test_a_stack_at_some_places_is_the_stack_there(backend, norm_first, layers, 
         assert_same_in_float64(found[name], tensor, name)
 
 
+QUERIES_DIFFER = {
+    "causal": tfk.Mask.causal(),
+    "window": tfk.Mask.window(1, 1, "bottom_right") & MASKS[1],
+    "matrix": tfk.Mask.keep(torch.ones(TS, TS).tril(1).bool()),
+    "tensor": torch.ones(TS, TS).triu(1).bool(),
+}
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("mask", QUERIES_DIFFER.values(), ids=QUERIES_DIFFER)
+def test_a_stack_at_some_places_under_a_mask_that_differs_between_queries(norm_first, mask):
+    encoder, places = stack(norm_first, 2, True, "cpu"), torch.tensor([[0, 1], [4, 0], [2, 1]])
+    found, expected = (AtPlaces(encoder, places, mask, whole)(randn(B, TS, E)) for whole in (False, True))
+    assert_same_in_float64(found, expected)
+
+
+class MixesRows(nn.Module):
+    def __init__(self, before):
+        super().__init__()
+        self.before = before
+
+    def forward(self, x):
+        return self.before(x).cumsum(1)
+
+
+MIXING = [(name, MixesRows) for name in ("norm", "layers.1.norm1", "layers.1.norm2", "layers.1.linear2")]
+MIXING += [("layers.1.dropout2", MixesRows), ("layers.1.self_attn.out_proj", MixesRows)]
+MIXING += [("norm", lambda before: tfk.nn.LayerNorm((TS, E), dtype=torch.float64))]
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("place, other", MIXING)
+def test_a_stack_at_some_places_whose_own_modules_mix_them(norm_first, place, other):
+    encoder, places = stack(norm_first, 2, True, "cpu"), torch.tensor([[0, 1], [4, 0], [2, 1]])
+    encoder.set_submodule(place, other(encoder.get_submodule(place)))
+    found, expected = (AtPlaces(encoder, places, None, whole)(randn(B, TS, E)) for whole in (False, True))
+    assert_same_in_float64(found, expected)
+
+
+def test_a_stack_at_some_places_whose_activation_mixes_them():
+    encoder, places = stack(True, 2, True, "cpu"), torch.tensor([[0, 1], [4, 0], [2, 1]])
+    encoder.layers[1].activation = lambda x: x.cumsum(1)
+    found, expected = (AtPlaces(encoder, places, None, whole)(randn(B, TS, E)) for whole in (False, True))
+    assert_same_in_float64(found, expected)
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_stack_at_some_places_computes_little_else(norm_first, monkeypatch):
     """Rows of each feed-forward block, and queries of each attention."""

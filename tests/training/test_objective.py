@@ -143,6 +143,14 @@ def test_a_masked_model_with_parts_of_ones_own_is_not_asked_for_places(picked, c
     assert not picked
 
 
+def test_a_masked_model_that_sees_a_part_is_trained_as_it_is_run():
+    model, ids = small("masked", dtype=torch.float64), inputs("masked")
+    model.sight = tfk.Mask.window(1, 0)
+    targets = torch.full_like(ids[0], IGNORED)
+    targets[:, 1] = 3
+    assert_is_the_loss_of_the_logits(model, ids, targets)
+
+
 class Doubled(tfk.models.CausalLanguageModel):
     def forward(self, ids):
         return 2 * super().forward(ids)

@@ -57,4 +57,4 @@ class MaskedLanguageModel(LanguageModel):
     def features_at(self, ids: Tensor, places: Tensor) -> Tensor:
         """``features`` at ``places`` (B, C), int64 positions, at less cost than all: (B, C, E)."""
         x, found = self._embedded(ids)
-        return self.encoder.forward_at(x, places, found.mask)
+        return self.encoder.forward_at(x, places, found.hidden_from(self.sight))

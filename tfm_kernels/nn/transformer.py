@@ -20,7 +20,7 @@ from . import _arguments
 from ._bypass import plain
 from .attention import causal_hint
 from .layer_norm import LayerNorm, add, norm_of_sum
-from .transformer_layer import Pending, TransformerDecoderLayer, TransformerEncoderLayer, at, floating
+from .transformer_layer import Pending, TransformerDecoderLayer, TransformerEncoderLayer, at, by_rows, floating
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -83,15 +83,16 @@ class TransformerEncoder(nn.TransformerEncoder):
         x, pending = _encoded(self.layers, src, mask, src_key_padding_mask, hint)
         return _finished(x, pending, self.norm)
 
-    def forward_at(self, src: Tensor, places: Tensor, mask: Mask | None = None) -> Tensor:
+    def forward_at(self, src: Tensor, places: Tensor, mask: Tensor | Mask | None = None) -> Tensor:
         """What ``forward`` gives at some places: the last layer computes no queries and no feed-forward for the others.
 
-        Where its modules are not the project's own or carry hooks, all is computed and the places are picked.
+        Where it has modules other than torch.nn's and the project's, which might mix rows, or that carry hooks, or the
+        mask is not the same for every query, all is computed and the places are picked.
 
         Args:
             src: (B, T, E); the layers are batch_first.
             places: (B, C), int64, positions in [0, T).
-            mask: hides keys, the same from every query.
+            mask: as in ``forward``.
 
         Returns:
             (B, C, E).
@@ -107,7 +108,7 @@ class TransformerEncoder(nn.TransformerEncoder):
             )
         layers: list[nn.Module] = list(self.layers)
         last = layers.pop() if layers else None
-        unseen = plain(self, TransformerEncoder) and (self.norm is None or plain(self.norm, type(self.norm)))
+        unseen = plain(self, TransformerEncoder) and (self.norm is None or by_rows(self.norm)) and _hides_keys(mask)
         if not (unseen and isinstance(last, TransformerEncoderLayer) and last._answers_at()):
             return at(self(src, mask=mask), places)
         x, pending = _encoded(layers, src, mask, None, False)
@@ -315,6 +316,13 @@ def _encoded(layers: Iterable[nn.Module], src: Tensor, *masks: Any) -> tuple[Ten
 def _settled(x: Tensor, pending: Pending | None) -> Tensor:
     """``x`` with the residual sum done that was left to be done."""
     return x if pending is None else add(pending[0], x, *pending[1:])
+
+
+def _hides_keys(mask: Any) -> bool:
+    """Whether a mask hides the same keys from every query."""
+    if not isinstance(mask, Mask):
+        return mask is None
+    return not mask.has_band() and (mask.keep_matrix is None or mask.keep_matrix.shape[-2] == 1)
 
 
 def _finished(x: Tensor, pending: Pending | None, norm: nn.Module | None) -> Tensor:

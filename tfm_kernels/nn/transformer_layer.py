@@ -17,13 +17,18 @@ from torch import Tensor, nn
 from .. import _check
 from ..mask import Mask
 from . import _arguments
-from ._bypass import plain
+from ._bypass import LINEARS, plain
 from .attention import MultiheadAttention
-from .ffn import activation_function, feed_forward
-from .layer_norm import LayerNorm, add, add_norm, norm_of_sum
+from .ffn import activation_function, activation_name, feed_forward
+from .int8 import Int8Linear
+from .layer_norm import LayerNorm, RMSNorm, add, add_norm, norm_of_sum
 
 # a sublayer's output that waits for its residual sum; its dropout; the backend of that sum
 Pending = tuple[Tensor, nn.Module, str | None]
+_BY_ROWS = (
+    nn.modules.linear.NonDynamicallyQuantizableLinear, Int8Linear, LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm,
+    nn.Dropout, nn.Identity,
+)  # fmt: skip
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -147,7 +152,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             and _own_blocks(self, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
             and plain(self.self_attn, MultiheadAttention)
             and self.self_attn.batch_first
-            and all(plain(module, type(module)) for module in self.modules())
+            and all(by_rows(module) for module in self.modules() if module is not self and module is not self.self_attn)
+            and activation_name(self.activation) is not None
         )
 
     def _masks(self, x: Tensor, mask: Any, key_padding_mask: Any) -> tuple[Any, Any]:
@@ -293,6 +299,13 @@ def enter(x: Tensor, pending: Pending | None, norm: nn.Module) -> tuple[Tensor, 
         return norm(x), x
     f, dropout, _ = pending
     return add_norm(f, x, dropout, norm)
+
+
+def by_rows(module: nn.Module) -> bool:
+    """Whether ``module`` is known to turn each row into one that depends on no other, and nobody watches it."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) > 1:
+        return False
+    return plain(module, *LINEARS, *_BY_ROWS) or activation_name(module) is not None
 
 
 def at(x: Tensor, places: Tensor) -> Tensor:
