@@ -76,3 +76,36 @@ def compare(given, wanted, tolerance):
     for name, truth in wanted.items():
         worst = (given[name] - truth).abs().max() if truth.numel() else 0.0
         assert worst <= tolerance * scale, f"{name}: off by {worst:.2e}"
+
+
+_SMALL = dict(
+    vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    intermediate_size=64, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+_EXPERTS = dict(
+    num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+)  # fmt: skip
+_GPT = dict(n_embd=32, n_head=4, n_layer=2, n_positions=64)
+_OTHERS = {
+    "gpt2": _GPT,
+    "gpt_bigcode": _GPT,
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "phimoe": {"original_max_position_embeddings": 32},
+    "deepseek_v3": dict(
+        num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1, kv_lora_rank=8, q_lora_rank=8,
+        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+
+
+def decoder(family, **changes):
+    """A decoder-only model with a head, by its config.model_type; no weight of a norm is 1 or 0."""
+    hf = transformers()
+    torch.manual_seed(0)
+    config = hf.AutoConfig.for_model(family, **{**_SMALL, **_EXPERTS, **_OTHERS.get(family, {}), **changes})
+    model = hf.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 0.5, 0.2)
+    return model.eval()

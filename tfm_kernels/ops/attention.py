@@ -312,8 +312,8 @@ def attention(
     """
     options = scale, dropout_p, return_lse, deterministic
     known = None
-    if seed is None and (type(mask) is not Mask or mask.key_lengths is None):  # the values of lengths are checked
-        shown = (mask.top_left, mask.bottom_right, mask.keep_matrix) if type(mask) is Mask else mask
+    if seed is None and (not isinstance(mask, Mask) or mask.key_lengths is None):  # the values of lengths are checked
+        shown = (mask.top_left, mask.bottom_right, mask.keep_matrix) if isinstance(mask, Mask) else mask
         known = signature(backend, query, key, value, shown, bias, *options)
     name = _CHOICES.get(known)
     if name is None:

@@ -1,7 +1,7 @@
 """Hugging Face transformers: attention through the library's own registry, and the switch of a model to it.
 
-The mask function hands out our Mask as data to the families that only pass their mask on, and a dense bool mask to all
-others. The attention function serves every family; what it does not know it leaves to transformers' own.
+The attention function serves every family; what it does not know it leaves to transformers' own. Its masks are those of
+huggingface_mask.py.
 transformers is imported only where a model of it, or a pickle of one, asks for it.
 """
 
@@ -18,20 +18,15 @@ from torch import Tensor, nn
 
 from .._autocast import as_autocast
 from .._backend import BACKENDS
-from ..mask import Band, Mask
+from ..mask import Mask
 from . import guard, packed, swap
 from .block import attend, attend_with_weights
+from .huggingface_mask import mask
 from .packed import Packed
 
 NAME = "tfm_kernels"
 RECIPE = "huggingface.attention"
 REPLACES = ("sdpa", "eager")  # implementations that patching takes the place of; others were chosen on purpose
-# Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23 and 5.24
-# (bert-generation, data2vec-text, ernie and roc_bert with 5.24).
-MASK_AS_DATA = frozenset(
-    "albert bart bert bert-generation camembert clip_text_model data2vec-text distilbert electra ernie gpt2 llama "
-    "marian roberta roc_bert t5 vit whisper xlm-roberta".split()
-)
 # Keywords that do not change what attention computes once the mask is there.
 _HARMLESS = frozenset(
     "position_ids use_cache output_attentions output_hidden_states encoder_hidden_states deterministic sliding_window "
@@ -188,49 +183,6 @@ def _dense(attention_mask: Any, query: Tensor, key: Tensor) -> Any:
     if not isinstance(attention_mask, Mask):
         return attention_mask
     return attention_mask.dense(query.shape[0], 1, query.shape[2], key.shape[2], query.device)
-
-
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
-    """The mask of one forward, as transformers asks for it: a Mask, None for no mask, or a dense bool tensor."""
-    from transformers import masking_utils
-
-    plain = (
-        getattr(kwargs.get("config"), "model_type", None) in MASK_AS_DATA
-        and isinstance(q_offset, int)
-        and kv_offset == 0
-        and (attention_mask is None or attention_mask.shape[1] >= kv_length)
-        and kwargs.get("local_size") is None
-        and not kwargs.get("use_vmap", False)
-    )
-    keep = None
-    if plain and attention_mask is not None:
-        keep = attention_mask[:, :kv_length]
-        keep = None if not guard.tracing(keep) and bool(keep.all()) else keep[:, None, None, :]
-    if plain and mask_function is masking_utils.bidirectional_mask_function:
-        if kwargs.get("allow_is_bidirectional_skip", False):
-            return None if keep is None else Mask(keep_matrix=keep)
-    elif plain and mask_function is masking_utils.causal_mask_function and kwargs.get("allow_is_causal_skip", True):
-        if kv_length == q_offset + q_length:  # no empty room behind the last key, as a static cache has it
-            return Mask(bottom_right=Band(high=0) if q_length > 1 else Band(), keep_matrix=keep)
-    return masking_utils.sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **kwargs,
-    )
 
 
 def is_model(module: nn.Module) -> bool:

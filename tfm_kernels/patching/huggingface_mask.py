@@ -1,0 +1,133 @@
+"""Hugging Face transformers: the mask of a forward, as data for the families that only hand it on.
+
+All others, and masks that have no form as data (packed sequences, image tokens, chunks ...), get transformers' dense
+bool tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..mask import Band, Mask
+from . import guard
+
+# Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23 and 5.24
+# (bert-generation, data2vec-text, ernie and roc_bert with 5.24).
+MASK_AS_DATA = frozenset(
+    "albert apertus arcee bart bert bert-generation bitnet camembert clip_text_model cohere cohere2 data2vec-text "
+    "deepseek_v3 distilbert electra ernie ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox "
+    "granite granitemoe helium hunyuan_v1_dense llama marian ministral ministral3 mistral mixtral nemotron olmo "
+    "olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roc_bert seed_oss "
+    "smollm3 stablelm starcoder2 t5 vit whisper xlm-roberta".split()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared(Mask):
+    """A Mask that passes for a mask of four axes where transformers asks whether one was prepared.
+
+    So does ``generate`` with a static cache, and a model of images and text around a language model: they make the mask
+    and give it to the model in the place of a padding mask, which then must not make it again.
+
+    Attributes:
+        shape: what the dense mask would have: (B, 1, Tq, Tk).
+    """
+
+    shape: tuple[int, ...] = ()
+
+    @property
+    def ndim(self) -> int:
+        """4."""
+        return len(self.shape)
+
+    def contiguous(self) -> Prepared:
+        """Itself."""
+        return self
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The mask of one forward, as transformers asks for it: a Mask, None for no mask, or a dense bool tensor."""
+    from transformers import masking_utils
+
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    config, local = kwargs.get("config"), kwargs.get("local_size")
+    plain = (
+        getattr(config, "model_type", None) in MASK_AS_DATA
+        and isinstance(q_offset, int)
+        and not kwargs.get("use_vmap", False)
+    )
+    if plain and mask_function is masking_utils.bidirectional_mask_function:
+        if kwargs.get("allow_is_bidirectional_skip", False) and kv_offset == 0 and local is None:
+            if attention_mask is None or attention_mask.shape[1] >= kv_length:
+                keep = _keep(attention_mask, kv_length, 0, kv_length)
+                return None if keep is None else Mask(keep_matrix=keep)
+    elif plain and kwargs.get("allow_is_causal_skip", True) and _is_causal(mask_function, local, config):
+        offset = q_offset - kv_offset
+        keep = _keep(attention_mask, kv_length, kv_offset, min(offset + q_length, kv_length))
+        shape = (batch_size, 1, q_length, kv_length)
+        return Prepared(*_band(q_length, kv_length, offset, local), keep_matrix=keep, shape=shape)
+    return masking_utils.sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
+
+
+def _is_causal(mask_function: Any, local: int | None, config: Any) -> bool:
+    """Whether a mask that transformers would leave to is_causal, where nothing is hidden, is causal or a window.
+
+    A window's function is made for each call and says nothing; that it may be left out tells that nothing was added to
+    it, and only a window and chunks have a local size.
+    """
+    from transformers import masking_utils
+
+    if local is None:
+        return mask_function is masking_utils.causal_mask_function
+    return local == getattr(config, "sliding_window", None) and getattr(config, "attention_chunk_size", None) is None
+
+
+def _band(queries: int, keys: int, offset: int, window: int | None) -> tuple[Band, Band]:
+    """Top-left and bottom-right band of a causal mask whose query i stands at key i + offset.
+
+    The bottom-right one wherever the last query stands at the last key: it is the same for every length.
+    """
+    windowed = window is not None and keys > window
+    last = offset == keys - queries
+    here = 0 if last else offset
+    low = {"low": here - window + 1} if windowed else {}  # type: ignore[operator]
+    high = {} if last and queries == 1 else {"high": here}
+    band = Band(**low, **high)
+    return (Band(), band) if last else (band, Band())
+
+
+def _keep(attention_mask: Tensor | None, keys: int, offset: int, seen: int) -> Tensor | None:
+    """(B, 1, 1, Tk) of the keys from ``offset`` on; None where the first ``seen``, which count, are all kept.
+
+    A padding mask that ends before the keys hides those behind it, as the room in a static cache.
+    """
+    if attention_mask is None:
+        return None
+    keep = attention_mask[:, offset : offset + keys]
+    if keep.shape[1] >= seen and not guard.tracing(keep) and bool(keep.all()):
+        return None
+    room = keys - keep.shape[1]
+    return (F.pad(keep, (0, room)) if room > 0 else keep)[:, None, None, :]
