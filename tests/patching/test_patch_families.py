@@ -41,7 +41,7 @@ EXPECTED = {  # what must have been fused: class name -> how many
     "mistral": {"MistralDecoderLayer": 2, "MistralMLP": 2, "MistralRMSNorm": 5},
     "qwen2": {"Qwen2DecoderLayer": 2, "Qwen2MLP": 2, "Qwen2RMSNorm": 5},
     "qwen3": {"Qwen3DecoderLayer": 2, "Qwen3MLP": 2, "Qwen3RMSNorm": 9},
-    "gemma": {"GemmaMLP": 2, "GemmaRMSNorm": 5},
+    "gemma": {"GemmaDecoderLayer": 2, "GemmaMLP": 2, "GemmaRMSNorm": 5},
     "olmo2": {"Olmo2MLP": 2, "Olmo2RMSNorm": 9},
     "bart": {"BartEncoderLayer": 2, "BartDecoderLayer": 2},
     "marian": {"MarianEncoderLayer": 2, "MarianDecoderLayer": 2},

@@ -3,6 +3,7 @@
 from . import bart as bart
 from . import bert as bert
 from . import distilbert as distilbert
+from . import gemma as gemma
 from . import huggingface_parts as huggingface_parts
 from . import llama as llama
 from . import pre_norm as pre_norm

@@ -223,7 +223,8 @@ def why_not(model: Any) -> str | None:
     if not model._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface"
     if not model._supports_sdpa:
-        return "its attention does more than scaled_dot_product_attention can"
+        capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+        return f"its attention {'caps its logits' if capped else 'does more than scaled_dot_product_attention can'}"
     if current not in REPLACES and not str(current).startswith(NAME):
         return f"its attention implementation {current!r} was chosen on purpose"
     return None

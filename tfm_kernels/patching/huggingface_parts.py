@@ -55,27 +55,39 @@ def _register_feed_forward(name: str, known: Known, *args: Any, **kwargs: Any) -
     _register(name, "feed-forward", known, _feed_forward(known, *args, **kwargs))
 
 
-def why_not_rms_norm(norm: Any, x: Tensor) -> str | None:
-    """None where T5's or Llama's norm of ``x`` is that of ops, else why not."""
-    if norm.weight.dtype != x.dtype:
+def _scale(norm: Any) -> tuple[Tensor, float]:
+    """Weight and eps of an RMS norm; Gemma's, which alone calls it ``eps``, keeps its weight as the distance from 1."""
+    if hasattr(norm, "variance_epsilon"):
+        return norm.weight, norm.variance_epsilon
+    return 1.0 + norm.weight.float(), norm.eps
+
+
+def _why_not_rms_norm(norm: Any, x: Tensor) -> str | None:
+    """None where T5's, Llama's or Gemma's norm of ``x`` is that of ops, else why not."""
+    if hasattr(norm, "variance_epsilon") and norm.weight.dtype != x.dtype:
         return "its weight has another dtype than its input"
-    return _IN_FLOAT64 if norm.weight.dtype.itemsize == 8 else None
+    return _IN_FLOAT64 if norm.weight.dtype.itemsize == 8 or x.dtype.itemsize == 8 else None
 
 
 def _rms_norm(self: Any, x: Tensor) -> Tensor | str:
-    reason = why_not_rms_norm(self, x)
-    return reason or ops.rms_norm(x, self.weight, self.variance_epsilon, backend=options(self).backend)
+    return _why_not_rms_norm(self, x) or ops.rms_norm(x, *_scale(self), backend=options(self).backend)
 
 
-def _gemma_norm(self: Any, x: Tensor) -> Tensor | str:
-    """Its weight is kept as the distance from 1."""
-    if self.weight.dtype.itemsize == 8 or x.dtype.itemsize == 8:
-        return _IN_FLOAT64
-    return ops.rms_norm(x, 1.0 + self.weight.float(), self.eps, backend=options(self).backend)
+def why_not_sum_and_norm(norm: Any, residual: Tensor) -> str | None:
+    """None where ``sum_and_norm`` may run, else why not; the class of ``norm`` is the caller's matter."""
+    return None if isinstance(norm, nn.LayerNorm) else _why_not_rms_norm(norm, residual)
+
+
+def sum_and_norm(x: Tensor, residual: Tensor, norm: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """(y, z): z = residual + dropout(x), y = norm(z) for an nn.LayerNorm or an RMS norm of T5, Llama or Gemma."""
+    if isinstance(norm, nn.LayerNorm):
+        return block.add_norm(x, residual, norm, **options)
+    return ops.add_rms_norm(x, residual, *_scale(norm), **options)
 
 
 # fingerprints of transformers 5.23 (source.py)
 LLAMA_NORM = "f5c95295c0f8"
+GEMMA_NORM = {"forward": "6178835fbd02", "_norm": "020b369189b2"}
 _register_feed_forward(
     "gpt2.mlp",
     Known({"forward": "e0cb41d12c40"}, {"c_fc": CONV1D, "c_proj": CONV1D}, (), "act", ("dropout",)),
@@ -111,4 +123,4 @@ _register("t5.norm", "rms_norm", Known({"forward": "b5a15c016629"}, {}), _rms_no
 _register(
     "llama.norm", "rms_norm", Known({"forward": (LLAMA_NORM, "9bb6bb8e55cf")}, {}), _rms_norm
 )  # the second: Olmo 2 ...
-_register("gemma.norm", "rms_norm", Known({"forward": "6178835fbd02", "_norm": "020b369189b2"}, {}), _gemma_norm)
+_register("gemma.norm", "rms_norm", Known(GEMMA_NORM, {}), _rms_norm)

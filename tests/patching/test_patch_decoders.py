@@ -1,0 +1,170 @@
+"""patch() on decoder-only models of Gemma's and other families, small and with random weights."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tests.patching.models import assert_same_results, batch, decoder
+from tfm_kernels.patching import swap
+
+ROTARY = "rotary positions in one pass; attention through transformers' AttentionInterface"
+SUM = "sum and RMSNorm in one pass"
+CAPPED = "rotary positions in one pass; not more, because it caps its logits"
+WINDOW = dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+FAMILIES = {
+    "gemma": {},
+    "gemma2": WINDOW,
+    "gemma3_text": WINDOW,
+}
+EXPECTED = {  # class name -> (how many, what the report says)
+    "gemma": {
+        "GemmaAttention": (2, ROTARY),
+        "GemmaDecoderLayer": (2, SUM),
+        "GemmaMLP": (2, "feed-forward"),
+        "GemmaRMSNorm": (3, "rms_norm"),
+    },
+    "gemma2": {
+        "Gemma2Attention": (2, CAPPED),
+        "Gemma2DecoderLayer": (2, SUM),
+        "Gemma2MLP": (2, "feed-forward"),
+        "Gemma2RMSNorm": (7, "rms_norm"),
+    },
+    "gemma3_text": {
+        "Gemma3Attention": (2, ROTARY),
+        "Gemma3DecoderLayer": (2, SUM),
+        "Gemma3MLP": (2, "feed-forward"),
+        "Gemma3RMSNorm": (11, "rms_norm"),
+    },
+}
+FLOAT64 = "in float64 its own code takes the variance in float32"
+
+
+def build(family):
+    return decoder(family, **FAMILIES[family])
+
+
+def run_of(family, **more):
+    """Gemma 2's own attention gives NaN in float64 where a query sees nothing, as padding beyond the window does."""
+    ids, mask = batch(length=9, lengths=(9, 9, 9) if family == "gemma2" else (5, 9, 3))
+    return lambda m: m(ids, attention_mask=mask, use_cache=False, **more).logits[mask.bool()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_numbers(family):
+    model = build(family)
+    with tfk.patch(model) as report:
+        for kind, (count, what) in EXPECTED[family].items():
+            fused = [entry.note for entry in report.replaced if entry.kind == kind]
+            assert fused.count(what) == count, f"{kind}: {fused}"
+    assert_same_results(model, run_of(family), double_fallbacks=FLOAT64)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_proven(family, dtype, train):
+    ids, mask = batch(length=9, lengths=(9, 9, 9))
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    report = tfk.prove(build(family).train(train), inputs, dtype=dtype, steps=2)
+    assert report.passed, report.table()
+    assert not any("original code" in note for note in report.notes), report.notes
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation(family, options):
+    model = build(family)
+    ids = batch()[0]
+    told = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
+    wanted = model.generate(ids, **told)
+    with tfk.patch(model):
+        assert torch.equal(model.generate(ids, **told), wanted)
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast(family, backend):
+    model, run = build(family), run_of(family)
+    exact = run(model.double()).detach()
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        stock = run(model)
+        with tfk.patch(model, backend=backend) as report:
+            given = run(model)
+            assert report.fallbacks == {}
+    assert given.dtype == stock.dtype
+    assert (given - exact).norm() <= 1.5 * (stock - exact).norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled(family):
+    model, run = build(family), run_of(family)
+    stock = run(model)
+    with tfk.patch(model):
+        given = run(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(given, stock)
+    given.sum().backward()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_copies_pickles_and_the_way_back(family):
+    model, run = build(family), run_of(family)
+    stock, classes = run(model), [type(module) for module in model.modules()]
+    implementation = model.config._attn_implementation
+    with tfk.patch(model) as report:
+        wanted = run(model)
+        for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert [type(module) for module in each.modules()] == [type(module) for module in model.modules()]
+            assert torch.equal(run(each), wanted)
+            tfk.unpatch(each)
+            assert torch.equal(run(each), stock)
+        assert report.fallbacks == {}
+    assert [type(module) for module in model.modules()] == classes
+    assert model.config._attn_implementation == implementation
+    assert not any(swap.OPTIONS in module.__dict__ for module in model.modules())
+    assert torch.equal(run(model), stock)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing_and_hidden_states(family):
+    model = build(family).train()
+    run = run_of(family, output_hidden_states=True)
+    wanted = run(model)
+    with tfk.patch(model) as report:
+        torch.testing.assert_close(run(model), wanted)
+        model.gradient_checkpointing_enable()
+        torch.testing.assert_close(run(model), wanted)
+        assert report.fallbacks == {}
+
+
+MIDDLE = {"gemma": "post_attention_layernorm", "gemma2": "pre_feedforward_layernorm"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hooked_norm_is_called(family):
+    model, run = build(family), run_of(family)
+    wanted, seen = run(model), []
+    layer = model.model.layers[1]
+    name = MIDDLE.get(family, "pre_feedforward_layernorm")
+    layer.get_submodule(name).register_forward_hook(lambda *_: seen.append(1))
+    with tfk.patch(model) as report:
+        note = next(entry.note for entry in report.entries if entry.name == "model.layers.1")
+        assert note == f"because {name} has hooks"
+        torch.testing.assert_close(run(model), wanted)
+    assert seen == [1]
+    layer.get_submodule(name)._forward_hooks.clear()
+    with tfk.patch(model) as report:
+        layer.get_submodule(name).register_forward_hook(lambda *_: seen.append(2))
+        torch.testing.assert_close(run(model), wanted)
+        assert report.fallbacks["model.layers.1"] == {f"{name} has hooks": 1}
+    assert seen == [1, 2]
+
+
+def test_why_gemma_2_keeps_its_attention():
+    with tfk.patch(build("gemma2")) as report:
+        assert report.entries[0].note == "because its attention caps its logits"
+        assert not report.entries[0].replaced

@@ -1,0 +1,47 @@
+"""Gemma 1, 2 and 3 (its text): norms whose weight is kept as the distance from 1, and norms after the sublayers too.
+
+Gemma's attention is Llama's. That of Gemma 2 stays its own, since it caps its logits, which the ops do not; its rotary
+positions are turned in one pass all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .decoder import PROJECTIONS, Heads, plain, register_attention, register_layer
+from .huggingface_parts import GEMMA_NORM
+from .known import Known
+from .llama import LAYER, NORMED, windowed
+
+# fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py)
+_GEMMA2 = Known({"forward": ("3f83b9137ef0", "aa4f5024112b")}, {}, calls=PROJECTIONS)
+_GEMMA3 = Known({"forward": ("65c852a8e162", "240674d7615c")}, {}, calls=NORMED)
+
+
+def _layer(forward: tuple[str, str], norm: str, *calls: str) -> Known:
+    code = {f"{norm}.{method}": known for method, known in GEMMA_NORM.items()}
+    called = ("input_layernorm", "self_attn", "mlp", *calls)
+    return Known({"forward": forward, **code}, {}, passes=(norm,), calls=called)
+
+
+def _normed_heads(self: Any, x: Tensor) -> Heads:
+    q, k, v = plain(self, x)
+    return self.q_norm(q), self.k_norm(k), v
+
+
+def _capped(module: Any) -> dict[str, Any]:
+    return {"sliding_window": module.sliding_window, "softcap": module.attn_logit_softcapping}
+
+
+_MIDDLE, _AFTER = "pre_feedforward_layernorm", ("post_attention_layernorm", "post_feedforward_layernorm")
+register_attention(
+    "gemma2", _GEMMA2, plain, _capped, "rotary positions in one pass; not more, because it caps its logits"
+)
+register_attention("gemma3", _GEMMA3, _normed_heads, windowed)
+register_layer("gemma", _layer(LAYER, "post_attention_layernorm"))
+register_layer(
+    "gemma2",  # and 3
+    _layer(("616c4cee5761", "937c8486053f"), _MIDDLE, *_AFTER), _MIDDLE, after_attention=_AFTER[0], after_mlp=_AFTER[1],
+)  # fmt: skip
