@@ -4,8 +4,11 @@ from . import bart as bart
 from . import bert as bert
 from . import distilbert as distilbert
 from . import gemma as gemma
+from . import gpt_neox as gpt_neox
 from . import huggingface_parts as huggingface_parts
 from . import llama as llama
+from . import olmo as olmo
+from . import phi3 as phi3
 from . import pre_norm as pre_norm
 from . import sequential as sequential
 from . import torch_encoder as torch_encoder

@@ -22,6 +22,7 @@ from .registry import Recipe, backend, register_recipe
 from .swap import fell_back
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NORMED = (*PROJECTIONS, "q_norm", "k_norm")
 ATTENTION = "rotary positions in one pass; attention through transformers' AttentionInterface"
 # apply_rotary_pos_emb of transformers 5.23 and 5.24 (source.py) that turns the first half of a head by the second: the
 # whole head (Llama), a part of it (GPT-NeoX, Phi-3), the whole with the result in the dtype that came (Olmo)
@@ -38,6 +39,22 @@ def heads(self: Any, *projected: Tensor) -> Any:
 def plain(self: Any, x: Tensor) -> Heads:
     """Three projections."""
     return heads(self, self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+
+def normed_heads(self: Any, x: Tensor) -> Heads:
+    """Three projections, then each head's queries and keys normalised."""
+    q, k, v = plain(self, x)
+    return self.q_norm(q), self.k_norm(k), v
+
+
+def windowed(module: Any) -> dict[str, Any]:
+    """The window of a module's own, as its code names it to the attention."""
+    return {"sliding_window": module.sliding_window}
+
+
+def windowed_alike(module: Any) -> dict[str, Any]:
+    """The window of all layers."""
+    return {"sliding_window": getattr(module.config, "sliding_window", None)}
 
 
 def _turned(module: nn.Module, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,11 +77,12 @@ def attended(
         k: (B, Hk, T, D).
         v: (B, Hk, T, D).
         mask: as the model made it.
-        angles: cos and sin.
+        angles: cos and sin; None where it does not turn them.
         update: update(k, v) -> the keys and values that its cache then holds, or None.
         told: what else the registry's function is called with.
     """
-    q, k = _turned(self, q, k, *angles)
+    if angles is not None:
+        q, k = _turned(self, q, k, *angles)
     if update is not None:
         k, v = update(k, v)
     dropout = self.attention_dropout if self.training else 0.0
@@ -73,7 +91,10 @@ def attended(
 
 
 def _fuse_attention(
-    known: Known, project: Callable[[Any, Tensor], Heads], options: Callable[[Any], dict[str, Any]]
+    known: Known,
+    project: Callable[[Any, Tensor], Heads],
+    options: Callable[[Any], dict[str, Any]],
+    turns: Callable[[Any], bool],
 ) -> Callable[[Any], type]:
     def fuse(original: Any) -> type:
         keyword = huggingface.cache_keyword(original)
@@ -98,7 +119,8 @@ def _fuse_attention(
                 q, k, v = project(self, hidden_states)
                 told = {**options(self), **kwargs}
                 updated = None if cache is None else update
-                y, weights = attended(self, q, k, v, attention_mask, position_embeddings, updated, **told)
+                angles = position_embeddings if turns(self) else None
+                y, weights = attended(self, q, k, v, attention_mask, angles, updated, **told)
                 return self.o_proj(y), weights
 
         return Fused
@@ -107,7 +129,13 @@ def _fuse_attention(
 
 
 def _fuse_layer(
-    known: Known, norm: str, after_attention: str | None, after_mlp: str | None, dropout: str | None
+    known: Known,
+    why_not: Callable[[Any], str | None],
+    attention: str,
+    norm: str,
+    after_attention: str | None,
+    after_mlp: str | None,
+    dropout: str | None,
 ) -> Callable[[Any], type]:
     def fuse(original: Any) -> type:
         named = _named(original)
@@ -116,9 +144,10 @@ def _fuse_layer(
             def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 told = named(args, kwargs)
                 middle = guard.child(self, norm)
-                if fell_back(self, known.why_not(self) or why_not_sum_and_norm(middle, hidden_states)):
+                reason = known.why_not(self) or why_not(self) or why_not_sum_and_norm(middle, hidden_states)
+                if fell_back(self, reason):
                     return super().forward(hidden_states, **told)
-                x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **told)
+                x, _ = guard.child(self, attention)(hidden_states=self.input_layernorm(hidden_states), **told)
                 if after_attention is not None:
                     x = guard.child(self, after_attention)(x)
                 p = 0.0 if dropout is None else block.dropout_p(guard.child(self, dropout))
@@ -139,7 +168,8 @@ def _named(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[st
 
     def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         told = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-        told[keyword] = huggingface.cache_of(told.pop(keyword), told)
+        if keyword in defaults:
+            told[keyword] = huggingface.cache_of(told.pop(keyword), told)
         return told
 
     return named
@@ -151,6 +181,7 @@ def register_attention(
     project: Callable[[Any, Tensor], Heads] = plain,
     options: Callable[[Any], dict[str, Any]] = lambda module: {},
     what: str = ATTENTION,
+    turns: Callable[[Any], bool] = lambda module: True,
 ) -> None:
     """A recipe for an attention whose heads are turned in halves.
 
@@ -160,13 +191,14 @@ def register_attention(
         project: project(module, hidden_states) -> its heads, not yet turned.
         options: options(module) -> what it calls the registry's function with, besides scaling and dropout.
         what: for the report.
+        turns: turns(module) tells whether it has rotary positions at all.
     """
 
     def recognise(module: nn.Module) -> bool:
         """What is not known still has its attention through the registry, and is no failure."""
         return known.recognise(module) is True and turns_halves(module)
 
-    fuse = _fuse_attention(known, project, options)
+    fuse = _fuse_attention(known, project, options, turns)
     register_recipe(Recipe(f"{family}.attention", recognise, fuse, what), first=False)
 
 
@@ -180,17 +212,21 @@ def register_layer(
     known: Known,
     norm: str = "post_attention_layernorm",
     *,
+    why_not: Callable[[Any], str | None] = lambda module: None,
+    attention: str = "self_attn",
     after_attention: str | None = None,
     after_mlp: str | None = None,
     dropout: str | None = None,
     last: bool = False,
 ) -> None:
-    """A recipe for a pre-norm layer: input_layernorm, self_attn, sum, norm, mlp, sum.
+    """A recipe for a pre-norm layer: input_layernorm, attention, sum, norm, mlp, sum.
 
     Args:
         family: what the recipe is called by.
         known: its code.
         norm: the child that normalises the sum, run with it in one pass.
+        why_not: why_not(module) tells what of its settings keeps a known one from it, or None.
+        attention: the child that attends.
         after_attention: a child that attention's output goes through before the sum, or None.
         after_mlp: the same of the mlp.
         dropout: an nn.Dropout of attention's output before the sum, run with it in one pass, or None.
@@ -199,8 +235,11 @@ def register_layer(
 
     def recognise(module: nn.Module) -> bool | str:
         answer = known.recognise(module)
+        if answer is True:
+            return why_not(module) or True
         return False if answer == guard.UNKNOWN_FORWARD and not last else answer
 
-    fuse = _fuse_layer(known, norm, after_attention, after_mlp, dropout)
-    what = f"{'dropout, ' if dropout else ''}sum and RMSNorm in one pass"
+    fuse = _fuse_layer(known, why_not, attention, norm, after_attention, after_mlp, dropout)
+    kind = "LayerNorm" if norm in known.reads else "RMSNorm"
+    what = f"dropout, sum and {kind} in one pass" if dropout else f"sum and {kind} in one pass"
     register_recipe(Recipe(f"{family}.layer", recognise, fuse, what, known.covers), first=not last)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from .decoder import PROJECTIONS, Heads, plain, register_attention, register_layer
+from .decoder import NORMED, PROJECTIONS, normed_heads, plain, register_attention, register_layer, windowed
 from .huggingface_parts import GEMMA_NORM
 from .known import Known
-from .llama import LAYER, NORMED, windowed
+from .llama import LAYER
 
 # fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py)
 _GEMMA2 = Known({"forward": ("3f83b9137ef0", "aa4f5024112b")}, {}, calls=PROJECTIONS)
@@ -26,11 +24,6 @@ def _layer(forward: tuple[str, str], norm: str, *calls: str) -> Known:
     return Known({"forward": forward, **code}, {}, passes=(norm,), calls=called)
 
 
-def _normed_heads(self: Any, x: Tensor) -> Heads:
-    q, k, v = plain(self, x)
-    return self.q_norm(q), self.k_norm(k), v
-
-
 def _capped(module: Any) -> dict[str, Any]:
     return {"sliding_window": module.sliding_window, "softcap": module.attn_logit_softcapping}
 
@@ -39,7 +32,7 @@ _MIDDLE, _AFTER = "pre_feedforward_layernorm", ("post_attention_layernorm", "pos
 register_attention(
     "gemma2", _GEMMA2, plain, _capped, "rotary positions in one pass; not more, because it caps its logits"
 )
-register_attention("gemma3", _GEMMA3, _normed_heads, windowed)
+register_attention("gemma3", _GEMMA3, normed_heads, windowed)
 register_layer("gemma", _layer(LAYER, "post_attention_layernorm"))
 register_layer(
     "gemma2",  # and 3

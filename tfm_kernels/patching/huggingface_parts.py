@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import ops
@@ -35,7 +36,10 @@ def _register(name: str, what: str, known: Known, run: Any) -> None:
 
 
 def _feed_forward(known: Known, first: str, second: str, gate: str | None = None, after: str | None = None) -> Any:
-    """second(activation(first(x))), with a gate times gate(x), and a dropout after it that stays as it is."""
+    """second(activation(first(x))), with a gate times gate(x), and a dropout after it that stays as it is.
+
+    A gate that is the first is the second half of what that gives.
+    """
 
     def run(self: Any, x: Tensor) -> Tensor | str:
         w1, w2, w3 = getattr(self, first), getattr(self, second), None if gate is None else getattr(self, gate)
@@ -71,6 +75,13 @@ def _why_not_rms_norm(norm: Any, x: Tensor) -> str | None:
 
 def _rms_norm(self: Any, x: Tensor) -> Tensor | str:
     return _why_not_rms_norm(self, x) or ops.rms_norm(x, *_scale(self), backend=options(self).backend)
+
+
+def _olmo_norm(self: Any, x: Tensor) -> Tensor | str:
+    """Rounded once, to the dtype of its input: that may be 16 bits beside a weight in float32, as under autocast."""
+    if self.weight.dtype != torch.float32 or x.dtype.itemsize == 8:
+        return _rms_norm(self, x)
+    return ops.rms_norm(x, self.weight, self.variance_epsilon, backend=options(self).backend)
 
 
 def why_not_sum_and_norm(norm: Any, residual: Tensor) -> str | None:
@@ -119,8 +130,17 @@ _register_feed_forward(
     ),
     "gate_proj", "down_proj", gate="up_proj",
 )  # fmt: skip
+_register_feed_forward(
+    "phi3.mlp",  # also GLM
+    Known({"forward": "89b34cccf0d0"}, {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}, (), "activation_fn"),
+    "gate_up_proj", "down_proj", gate="gate_up_proj",
+)  # fmt: skip
+_register_feed_forward(
+    "gpt_neox.mlp",
+    Known({"forward": "abce40abef66"}, {"dense_h_to_4h": nn.Linear, "dense_4h_to_h": nn.Linear}, (), "act"),
+    "dense_h_to_4h", "dense_4h_to_h",
+)  # fmt: skip
 _register("t5.norm", "rms_norm", Known({"forward": "b5a15c016629"}, {}), _rms_norm)
-_register(
-    "llama.norm", "rms_norm", Known({"forward": (LLAMA_NORM, "9bb6bb8e55cf")}, {}), _rms_norm
-)  # the second: Olmo 2 ...
+_register("llama.norm", "rms_norm", Known({"forward": LLAMA_NORM}, {}), _rms_norm)
+_register("olmo2.norm", "rms_norm", Known({"forward": "9bb6bb8e55cf"}, {}), _olmo_norm)
 _register("gemma.norm", "rms_norm", Known(GEMMA_NORM, {}), _rms_norm)

@@ -6,13 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
-from .decoder import PROJECTIONS, Heads, heads, plain, register_attention, register_layer
+from .decoder import (
+    NORMED,
+    PROJECTIONS,
+    Heads,
+    heads,
+    plain,
+    register_attention,
+    register_layer,
+    windowed,
+    windowed_alike,
+)
 from .huggingface_parts import LLAMA_NORM
 from .known import Known
 
 # fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py)
 LAYER = ("56851eb5314f", "3de6c16874d6")
-NORMED = (*PROJECTIONS, "q_norm", "k_norm")
 _LLAMA = Known({"forward": ("a8215193b2a3", "c0b55e112c22")}, {}, calls=PROJECTIONS)
 _MISTRAL = Known({"forward": ("f900b344e10b", "d3903f12705d")}, {}, calls=PROJECTIONS)
 _QWEN2 = Known({"forward": ("5990c957b2ac", "8bd8e749ebfa")}, {}, calls=PROJECTIONS)
@@ -26,19 +35,9 @@ _LAYER = Known(
 
 
 def _normed_heads(self: Any, x: Tensor) -> Heads:
-    """Each head's queries and keys normalised."""
+    """Normalised before they are transposed."""
     q, k = (project(x).view(*x.shape[:-1], -1, self.head_dim) for project in (self.q_proj, self.k_proj))
     return self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), *heads(self, self.v_proj(x))
-
-
-def windowed(module: Any) -> dict[str, Any]:
-    """The window of a module's own, as its code names it to the attention."""
-    return {"sliding_window": module.sliding_window}
-
-
-def windowed_alike(module: Any) -> dict[str, Any]:
-    """The window of all layers."""
-    return {"sliding_window": getattr(module.config, "sliding_window", None)}
 
 
 register_attention("llama", _LLAMA)
