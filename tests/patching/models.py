@@ -90,6 +90,7 @@ _GPT = dict(n_embd=32, n_head=4, n_layer=2, n_positions=64)
 _OTHERS = {
     "gpt2": _GPT,
     "gpt_bigcode": _GPT,
+    "falcon": {"parallel_attn": True, "ffn_hidden_size": 64, "num_kv_heads": 2},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "phimoe": {"original_max_position_embeddings": 32},
     "deepseek_v3": dict(
@@ -103,7 +104,10 @@ def decoder(family, **changes):
     """A decoder-only model with a head, by its config.model_type; no weight of a norm is 1 or 0."""
     hf = transformers()
     torch.manual_seed(0)
-    config = hf.AutoConfig.for_model(family, **{**_SMALL, **_EXPERTS, **_OTHERS.get(family, {}), **changes})
+    settings = {**_SMALL, **_EXPERTS, **_OTHERS.get(family, {}), **changes}
+    if family == "falcon":
+        del settings["head_dim"]  # which it works out itself
+    config = hf.AutoConfig.for_model(family, **settings)
     model = hf.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() == 1:

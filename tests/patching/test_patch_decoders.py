@@ -26,8 +26,11 @@ FAMILIES = {
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": False},
     "gpt_neox": {"use_parallel_residual": False, "rotary_pct": 0.5},
     "gpt_neox, side by side": {"rotary_pct": 0.5},
+    "falcon": {"new_decoder_architecture": True},
+    "falcon, one key": {"multi_query": True},
+    "falcon, alibi": {"multi_query": False, "num_kv_heads": 4, "parallel_attn": False, "alibi": True, "bias": True},
 }
-RMS = {family for family in FAMILIES if not family.startswith("gpt_neox")}
+RMS = {family for family in FAMILIES if not family.startswith(("gpt_neox", "falcon"))}
 EXPECTED = {  # class name -> (how many, what the report says)
     "gemma": {
         "GemmaAttention": (2, ROTARY),
@@ -68,6 +71,13 @@ EXPECTED = {  # class name -> (how many, what the report says)
         "GPTNeoXMLP": (2, "feed-forward"),
     },
     "gpt_neox, side by side": {"GPTNeoXAttention": (2, ROTARY), "GPTNeoXMLP": (2, "feed-forward")},
+    **dict.fromkeys(
+        ("falcon", "falcon, one key", "falcon, alibi"),
+        {
+            "FalconAttention": (2, "rotary positions in one pass, and attention"),
+            "FalconMLP": (2, "feed-forward"),
+        },
+    ),
 }
 FLOAT64 = "in float64 its own code takes the variance in float32"
 
@@ -103,8 +113,12 @@ def test_proven(family, dtype, train):
     assert not any("original code" in note for note in report.notes), report.notes
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+STATIC = {"cache_implementation": "static"}
+GENERATION = [(f, options) for f in FAMILIES for options in ({}, {"num_beams": 2}, STATIC)]
+GENERATION.remove(("falcon, alibi", STATIC))  # which stock transformers does not run
+
+
+@pytest.mark.parametrize("family, options", GENERATION, ids=str)
 def test_generation(family, options):
     model = build(family)
     ids = batch()[0]
@@ -234,3 +248,18 @@ def test_weights_of_8_bits():
     with tfk.patch(model) as report:
         torch.testing.assert_close(run(model), wanted)
         assert report.fallbacks == {}
+
+
+def test_why_falcon_falls_back():
+    model, run = build("falcon"), run_of("falcon")
+    ids = batch()[0]
+    wanted = model(ids, output_attentions=True)
+    with tfk.patch(model) as report:
+        given = model(ids, output_attentions=True)
+        assert report.fallbacks["transformer.h.0.self_attention"] == {"output_attentions was asked for": 1}
+        torch.testing.assert_close(given.attentions, wanted.attentions)
+    model.config._attn_implementation = "eager"
+    with tfk.patch(model) as report:
+        run(model)
+        reason = "its attention implementation is 'eager', not 'sdpa'"
+        assert report.fallbacks["transformer.h.0.self_attention"] == {reason: 1}

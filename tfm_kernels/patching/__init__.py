@@ -3,6 +3,7 @@
 from . import bart as bart
 from . import bert as bert
 from . import distilbert as distilbert
+from . import falcon as falcon
 from . import gemma as gemma
 from . import gpt_neox as gpt_neox
 from . import huggingface_parts as huggingface_parts

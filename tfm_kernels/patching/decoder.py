@@ -27,6 +27,7 @@ ATTENTION = "rotary positions in one pass; attention through transformers' Atten
 # apply_rotary_pos_emb of transformers 5.23 and 5.24 (source.py) that turns the first half of a head by the second: the
 # whole head (Llama), a part of it (GPT-NeoX, Phi-3), the whole with the result in the dtype that came (Olmo)
 _HALVES = ("137d53615941", "ac79818ce30e", "f43e6c870a47", "c98b5941dddf")
+_ROTATE_HALF = "d13566b44750"  # what they call
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value: (B, H, T, D)
 
@@ -57,7 +58,7 @@ def windowed_alike(module: Any) -> dict[str, Any]:
     return {"sliding_window": getattr(module.config, "sliding_window", None)}
 
 
-def _turned(module: nn.Module, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def turned(module: nn.Module, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Query and key by their positions; as the model's own function does it where ops.rotary cannot."""
     if not _backend.offers("rotary") or any(cos.dtype not in (t.dtype, torch.float32) for t in (query, key)):
         return huggingface.file_of(module).apply_rotary_pos_emb(query, key, cos, sin)
@@ -82,7 +83,7 @@ def attended(
         told: what else the registry's function is called with.
     """
     if angles is not None:
-        q, k = _turned(self, q, k, *angles)
+        q, k = turned(self, q, k, *angles)
     if update is not None:
         k, v = update(k, v)
     dropout = self.attention_dropout if self.training else 0.0
@@ -204,7 +205,9 @@ def register_attention(
 
 def turns_halves(module: nn.Module) -> bool:
     """Whether the rotary positions in a module's file are those of ops.rotary, pairs in halves."""
-    return source.fingerprint(getattr(huggingface.file_of(module), "apply_rotary_pos_emb", len)) in _HALVES
+    own = huggingface.file_of(module)
+    turn, half = (source.fingerprint(getattr(own, name, len)) for name in ("apply_rotary_pos_emb", "rotate_half"))
+    return turn in _HALVES and half == _ROTATE_HALF
 
 
 def register_layer(
@@ -217,29 +220,25 @@ def register_layer(
     after_attention: str | None = None,
     after_mlp: str | None = None,
     dropout: str | None = None,
-    last: bool = False,
 ) -> None:
     """A recipe for a pre-norm layer: input_layernorm, attention, sum, norm, mlp, sum.
 
     Args:
         family: what the recipe is called by.
-        known: its code.
+        known: its code; where it shares names with other kinds, it is tried before those that do not say so.
         norm: the child that normalises the sum, run with it in one pass.
         why_not: why_not(module) tells what of its settings keeps a known one from it, or None.
         attention: the child that attends.
         after_attention: a child that attention's output goes through before the sum, or None.
         after_mlp: the same of the mlp.
         dropout: an nn.Dropout of attention's output before the sum, run with it in one pass, or None.
-        last: to be tried after all others of this kind; it alone says of a layer that only looks like one what it is.
     """
 
     def recognise(module: nn.Module) -> bool | str:
         answer = known.recognise(module)
-        if answer is True:
-            return why_not(module) or True
-        return False if answer == guard.UNKNOWN_FORWARD and not last else answer
+        return why_not(module) or True if answer is True else answer
 
     fuse = _fuse_layer(known, why_not, attention, norm, after_attention, after_mlp, dropout)
     kind = "LayerNorm" if norm in known.reads else "RMSNorm"
     what = f"dropout, sum and {kind} in one pass" if dropout else f"sum and {kind} in one pass"
-    register_recipe(Recipe(f"{family}.layer", recognise, fuse, what, known.covers), first=not last)
+    register_recipe(Recipe(f"{family}.layer", recognise, fuse, what, known.covers), first=known.shares)

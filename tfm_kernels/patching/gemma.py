@@ -21,7 +21,7 @@ _GEMMA3 = Known({"forward": ("65c852a8e162", "240674d7615c")}, {}, calls=NORMED)
 def _layer(forward: tuple[str, str], norm: str, *calls: str) -> Known:
     code = {f"{norm}.{method}": known for method, known in GEMMA_NORM.items()}
     called = ("input_layernorm", "self_attn", "mlp", *calls)
-    return Known({"forward": forward, **code}, {}, passes=(norm,), calls=called)
+    return Known({"forward": forward, **code}, {}, passes=(norm,), calls=called, shares=True)
 
 
 def _capped(module: Any) -> dict[str, Any]:

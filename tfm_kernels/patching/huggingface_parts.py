@@ -55,7 +55,8 @@ def _feed_forward(known: Known, first: str, second: str, gate: str | None = None
     return run
 
 
-def _register_feed_forward(name: str, known: Known, *args: Any, **kwargs: Any) -> None:
+def register_feed_forward(name: str, known: Known, *args: Any, **kwargs: Any) -> None:
+    """A recipe for a feed-forward block: the names of its children are those of ``_feed_forward``."""
     _register(name, "feed-forward", known, _feed_forward(known, *args, **kwargs))
 
 
@@ -99,22 +100,22 @@ def sum_and_norm(x: Tensor, residual: Tensor, norm: Any, **options: Any) -> tupl
 # fingerprints of transformers 5.23 (source.py)
 LLAMA_NORM = "f5c95295c0f8"
 GEMMA_NORM = {"forward": "6178835fbd02", "_norm": "020b369189b2"}
-_register_feed_forward(
+register_feed_forward(
     "gpt2.mlp",
     Known({"forward": "e0cb41d12c40"}, {"c_fc": CONV1D, "c_proj": CONV1D}, (), "act", ("dropout",)),
     "c_fc", "c_proj", after="dropout",
 )  # fmt: skip
-_register_feed_forward(
+register_feed_forward(
     "vit.mlp",  # also CLIP, SigLIP, DeiT, DINOv2 ...
     Known({"forward": "a8035f85cdc2"}, {"fc1": nn.Linear, "fc2": nn.Linear}, (), "activation_fn"),
     "fc1", "fc2",
 )  # fmt: skip
-_register_feed_forward(
+register_feed_forward(
     "t5.dense",
     Known({"forward": "18d4ed839daf"}, {"wi": nn.Linear, "wo": nn.Linear, "dropout": nn.Dropout}, (), "act"),
     "wi", "wo",
 )  # fmt: skip
-_register_feed_forward(
+register_feed_forward(
     "t5.gated_dense",
     Known(
         {"forward": "cf9a3d16beb9"},
@@ -122,7 +123,7 @@ _register_feed_forward(
     ),
     "wi_0", "wo", gate="wi_1",
 )  # fmt: skip
-_register_feed_forward(
+register_feed_forward(
     "llama.mlp",  # also Mistral, Qwen ...
     Known(
         {"forward": "c667e32817f7"},
@@ -130,14 +131,17 @@ _register_feed_forward(
     ),
     "gate_proj", "down_proj", gate="up_proj",
 )  # fmt: skip
-_register_feed_forward(
+register_feed_forward(
     "phi3.mlp",  # also GLM
     Known({"forward": "89b34cccf0d0"}, {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}, (), "activation_fn"),
     "gate_up_proj", "down_proj", gate="gate_up_proj",
 )  # fmt: skip
-_register_feed_forward(
+register_feed_forward(
     "gpt_neox.mlp",
-    Known({"forward": "abce40abef66"}, {"dense_h_to_4h": nn.Linear, "dense_4h_to_h": nn.Linear}, (), "act"),
+    Known(
+        {"forward": "abce40abef66"},
+        {"dense_h_to_4h": nn.Linear, "dense_4h_to_h": nn.Linear}, (), "act", shares=True,
+    ),
     "dense_h_to_4h", "dense_4h_to_h",
 )  # fmt: skip
 _register("t5.norm", "rms_norm", Known({"forward": "b5a15c016629"}, {}), _rms_norm)

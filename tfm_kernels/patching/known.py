@@ -20,9 +20,10 @@ class Known:
         code: "attention.forward" -> the fingerprint (source.py) that the method must have, or several of which it must
             have one, for every method replaced or passed by.
         reads: path -> the exact class, for the children whose weights the fused code reads without calling them.
-        passes: paths of children that the fused code passes by, reading their weights; their forwards are in ``code``.
+        passes: paths of children that the fused code passes by, reading their weights; their methods are in ``code``.
         activation: path of the activation, or None.
         calls: paths of children that must exist because the fused code calls them.
+        shares: whether other kinds have children of the same names, so that other code is no sign of a changed one.
     """
 
     code: Mapping[str, str | tuple[str, ...]]
@@ -30,13 +31,15 @@ class Known:
     passes: tuple[str, ...] = ()
     activation: str | None = None
     calls: tuple[str, ...] = field(default=())
+    shares: bool = False
 
     def recognise(self, module: nn.Module) -> bool | str:
         """True for a module of this kind, False for another, part of a sentence for one that only looks like it."""
         if not all(_at(module, path) is not None for path in (*self.reads, *self.passes, *self.calls)):
             return False
         if not all(self._says(module, place) for place in self.code):
-            return guard.UNKNOWN_FORWARD if self.reads or self.calls else False  # nothing else says what it is
+            told = (self.reads or self.calls) and not self.shares  # else nothing else says what it is
+            return guard.UNKNOWN_FORWARD if told else False
         return self.why_not(module) or True
 
     def why_not(self, module: nn.Module) -> str | None:
@@ -49,7 +52,8 @@ class Known:
                 return reason
         for path in self.passes:
             reason = guard.why_not_left_alone(module, path)
-            if reason is None and not self._says(module, f"{path}.forward"):  # another may have taken its place
+            own = (place for place in self.code if place.rpartition(".")[0] == path)
+            if reason is None and not all(self._says(module, place) for place in own):  # another may be in its place
                 reason = f"{path} is {type(guard.child(module, path)).__name__}, whose forward is not the known one"
             if reason is not None:
                 return reason

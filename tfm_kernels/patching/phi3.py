@@ -17,6 +17,7 @@ _LAYER = Known(
     {"resid_attn_dropout": nn.Dropout},
     passes=("post_attention_layernorm",),
     calls=("input_layernorm", "self_attn", "mlp", "resid_mlp_dropout"),
+    shares=True,
 )
 
 
