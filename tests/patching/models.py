@@ -60,8 +60,13 @@ def assert_same_results(model, run, select=None, *, backend="reference", double_
     with tfk.patch(double, backend=backend, **options) as report:
         compare(results(double, run, select), exact, 1e-9)
         assert {reason for met in report.fallbacks.values() for reason in met} <= {double_fallbacks}, report.fallbacks
+    assert_as_exact_as_before(model, run, exact, select, backend=backend, **options)
+
+
+def assert_as_exact_as_before(model, run, exact, select=None, **options):
+    """A patched model is as far from ``exact``, its results() in float64, as it was before."""
     stock = results(model, run, select)
-    with tfk.patch(model, backend=backend, **options) as report:
+    with tfk.patch(model, **options) as report:
         patched = results(model, run, select)
         assert report.fallbacks == {}
     for name, truth in exact.items():
