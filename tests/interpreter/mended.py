@@ -55,6 +55,8 @@ def cast_impl(self, src, dst_type):
         return _Handle(narrow(src.data), tl.bfloat16)
     if types == (tl.bfloat16, tl.float32):
         return _Handle(widen(src.data), tl.float32)
+    if types == (tl.int8, tl.bfloat16):  # which holds them exactly
+        return _Handle(narrow(src.data.astype(np.float32)), tl.bfloat16)
     if tl.bfloat16 in types and types[0] != types[1]:
         raise NotImplementedError(f"the mended interpreter does not cast {types[0]} to {types[1]}")
     return _cast(self, src, dst_type)

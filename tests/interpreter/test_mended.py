@@ -50,6 +50,12 @@ def test_bfloat16_is_rounded_to_nearest_even():
     assert torch.equal(y, x * x + x)
 
 
+def test_integers_of_8_bits_become_bfloat16():
+    x, y = torch.arange(-128, 128, dtype=torch.int8), torch.empty(256, dtype=torch.bfloat16)
+    copy_kernel[(1,)](x, y, 256, BLOCK_N=256, IS_MASKED=True)
+    assert torch.equal(y, x.bfloat16())
+
+
 def test_a_minimum_drops_nan_unless_told_otherwise():
     """As PTX's min.f32, max.f32 and min.NaN.f32 do."""
     y = torch.empty(3, 2)

@@ -46,7 +46,16 @@ def _cpu(call: Call) -> str | None:
     return _library.why_not_inference("int8_linear", "cpu", call.device, call.training)
 
 
-SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
+def _triton(call: Call) -> str | None:
+    if call.dtype == torch.float64:
+        return "has no float64 kernels"
+    if call.dynamic:
+        return "has no kernels that round x"
+    return _library.why_not_inference("int8_linear", "triton", call.device, call.training)
+
+
+SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
+REMARKS = {"triton": _backend.UNPROVEN}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -99,13 +108,13 @@ def _stand_in(call: Call) -> _backend.StandIn:
     )
 
 
-OP = _backend.register(_backend.Op("int8_linear", SUPPORT, prefer, describe, bucket, _stand_in))
+OP = _backend.register(_backend.Op("int8_linear", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
 _CHOICES = _backend.Choices()  # (backend, Call)
 _FWD = _library.declare(
     "int8_linear_fwd",
     "(Tensor x, Tensor weight, Tensor scale, Tensor? bias, bool dynamic) -> Tensor",
     lambda x, weight, scale, bias, dynamic: x.new_empty((x.shape[0], weight.shape[0])),
-    ("cpu",),
+    ("cpu", "triton"),
 )
 
 
@@ -129,7 +138,7 @@ def int8_linear(
         bias: (N,), dtype of ``x``, or None for no bias.
         dynamic: rounds each row of ``x`` to int8 as well (INT8_LINEAR.2): the product of the integers is exact, and on
             processors with VNNI several times as fast as one of float32.
-        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
 
     Returns:
         (..., N), dtype and device of ``x``.
@@ -137,7 +146,7 @@ def int8_linear(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: shapes, dtypes or devices disagree (the message names argument, expected, got).
-        BackendError: ``backend`` was named and cannot run this call; "cpu" computes no gradients.
+        BackendError: ``backend`` was named and cannot run this call; "cpu" and "triton" compute no gradients.
 
     Numerics: sums in float32 (float64 for float64), where ``dynamic`` of integers, exactly; y is rounded once.
         Deterministic. A row that holds NaN or an infinity gives NaN where ``dynamic``. Differentiable in x, scale and

@@ -151,6 +151,17 @@ def up_to_8(size):
 
 
 @triton.jit
+def widen(t, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile of integers in a floating type that holds them exactly."""
+    wide = t.to(dtype)
+    if dtype == tl.float32 and PRECISION == "ieee":
+        # On sm_100 triton 3.6.0 takes TF32 for products of what it sees to be narrow, on either side; behind a sum, if
+        # only of one term, it does not see it.
+        wide = tl.sum(wide[:, :, None], 2)
+    return wide
+
+
+@triton.jit
 def product(
     acc, a_ptr, b_ptr, offs_m, offs_n, M, N, first, last, a_stride, b_stride, BLOCK_K: tl.constexpr,
     A_K_INNER: tl.constexpr, B_K_INNER: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
@@ -158,6 +169,7 @@ def product(
 ):  # fmt: skip
     """acc (offs_m, offs_n) + the sum over k = first..last - 1; ``first`` is a multiple of BLOCK_K.
 
+    A of another type than B is widened to it in registers. int8 by int8 is summed in int32.
     A_PADDED: rows of A end at a multiple of 8, with zeros, so that they are aligned where their length is not.
     """
     for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
@@ -173,8 +185,10 @@ def product(
             b_ptr + (at if B_K_INNER else at * b_stride), offs_n, N, left, b_stride, BLOCK_K, B_K_INNER, ALIGNED
         )
         a = a if A_K_INNER else tl.trans(a)
+        if a.dtype != b.dtype:
+            a = widen(a, b.dtype, PRECISION)
         b = tl.trans(b) if B_K_INNER else b
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
     return acc
 
 

@@ -69,7 +69,10 @@ def aligned(features: int, *tensors: Tensor | None) -> bool:
     if features % 8:
         return False
     for t in tensors:
-        if t is not None and (t.data_ptr() % 16 or t.stride(-1) != 1 or any(s % 8 for s in t.stride()[:-1])):
+        if t is None:
+            continue
+        run = 16 if t.element_size() == 1 else 8
+        if features % run or t.data_ptr() % 16 or t.stride(-1) != 1 or any(s % run for s in t.stride()[:-1]):
             return False
     return True
 

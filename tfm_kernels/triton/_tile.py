@@ -21,9 +21,13 @@ def tile(ptr, row_offsets, offs_n, ALIGNED: tl.constexpr):
 
 @triton.jit
 def inside(offs_n, N, ALIGNED: tl.constexpr):
-    """Which columns exist; ALIGNED promises that N is a multiple of 8, so that 8 neighbours share their answer."""
+    """Which columns exist; ALIGNED promises that N is a multiple of 8, so that 8 neighbours share their answer.
+
+    ALIGNED of 16 promises it of 16, as 16 bytes of int8 ask for.
+    """
     if ALIGNED:
-        N = N // 8 * 8
+        RUN: tl.constexpr = 16 if ALIGNED == 16 else 8
+        N = N // RUN * RUN
     return offs_n < N
 
 

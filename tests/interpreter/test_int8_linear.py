@@ -1,0 +1,129 @@
+"""int8_linear's Triton kernels, interpreted: the numeric contract, every tile, parts of k, refusals."""
+
+import math
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tests.ops import test_int8_linear as semantics
+from tests.ops.test_int8_linear import SIZES, layer
+from tfm_kernels import _library
+from tfm_kernels.testing import assert_contract, invariance
+from tfm_kernels.triton import _launch, int8_linear_fwd
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WAYS = [False]
+SMALL = [size for size in SIZES if math.prod(size) < 2 * 10**6]
+LARGE = [pytest.param(*size, marks=pytest.mark.slow) for size in SIZES if size not in SMALL]
+
+
+def run(given):
+    return tfk.ops.int8_linear(**given, backend="triton")
+
+
+@pytest.mark.parametrize("dynamic", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, width, out", [*SMALL, *LARGE])
+def test_contract(rows, width, out, dtype, dynamic):
+    for bias in (True, False):
+        given = layer(rows, width, out, dtype, bias, dynamic)
+        assert_contract("int8_linear", given, "triton", backward=False)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """(rows, features, whether k is cut) of the launches of a test."""
+    seen, pick = set(), int8_linear_fwd.pick_config
+
+    def keep(*args):
+        config = pick(*args)
+        seen.add((config.block_m, config.block_n, config.splits > 1))
+        return config
+
+    monkeypatch.setattr(int8_linear_fwd, "pick_config", keep)
+    return seen
+
+
+# kind -> tiles (rows, features) of aligned factors, the largest first
+TILES = {"half": [(256, 128), (128, 128), (64, 64), (16, 64)], "ieee": [(128, 128), (64, 64), (16, 64)]}
+
+
+@pytest.mark.parametrize("dynamic", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_every_tile(dtype, dynamic, launches, monkeypatch):
+    """With as many multiprocessors as each is taken for, several tiles to a program, and with parts of k."""
+    kind = "ieee" if dtype == torch.float32 else "half"
+    for rows, multiprocessors in ((300, 1), (300, 6), (70, 8), (13, 1)):
+        monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: multiprocessors})
+        assert_contract("int8_linear", layer(rows, 48, 200, dtype, dynamic=dynamic), "triton", backward=False)
+    assert {tile[:2] for tile in launches} == set(TILES[kind])
+    launches.clear()
+    monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: 100})
+    for rows, width in ((70, 400), (13, 400), (13, 401)):
+        assert_contract("int8_linear", layer(rows, width, 75, dtype, dynamic=dynamic), "triton", backward=False)
+    assert launches == {(64, 64, True), (16, 64, True)}
+
+
+@pytest.mark.parametrize("dynamic", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views_give_the_bits_of_contiguous_tensors(dtype, dynamic):
+    given = layer(13, 24, 40, dtype, dynamic=dynamic)
+    invariance.assert_view_equals_contiguous("int8_linear", given, "triton", backward=False)
+    expected = run(given)
+    assert expected.is_contiguous()
+    assert torch.equal(run(given | {"x": given["x"].unsqueeze(1)}), expected.unsqueeze(1))
+    turned = given | {"weight": given["weight"].T.contiguous().T, "scale": torch.stack([given["scale"]] * 2, 1)[:, 0]}
+    assert torch.equal(run(turned), expected)
+
+
+@pytest.mark.parametrize("dynamic", WAYS)
+@pytest.mark.parametrize("shape", [(0, 4, 5), (4, 0, 5), (40, 0, 5), (4, 3, 0), (0, 0, 0)])
+def test_nothing_of_something(shape, dynamic):
+    semantics.test_nothing_of_something("triton", shape, dynamic)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_16_bits_do_not_overflow(dtype):
+    """They are scaled at the end: 65504 times 127, a thousand times, is no float16."""
+    given = layer(3, 1000, 5, dtype)
+    given |= {"x": torch.full((3, 1000), 60000.0).to(dtype), "weight": torch.full((5, 1000), 127, dtype=torch.int8)}
+    given["scale"] = torch.full((5,), 2.0**-18)
+    assert_contract("int8_linear", given, "triton", backward=False)
+
+
+@pytest.mark.parametrize("dynamic", WAYS)
+def test_opcheck(dynamic):
+    operator = torch.ops.tfm_kernels.int8_linear_fwd_triton.default
+    torch.library.opcheck(operator, tuple(layer(5, 12, 9, dynamic=dynamic).values()))
+
+
+@pytest.mark.parametrize("dynamic", WAYS)
+def test_compiles_whole(dynamic):
+    """To the bits of the plain call."""
+    torch.compiler.reset()
+    compiled = torch.compile(tfk.ops.int8_linear, fullgraph=True, backend="eager")
+    given = layer(25, 16, 8, dynamic=dynamic)
+    assert torch.equal(compiled(**given, backend="triton"), run(given))
+
+
+def test_what_it_cannot_run():
+    given = layer(5, 8, 12)
+    with pytest.raises(tfk.BackendError, match="has no float64 kernels"):
+        run(layer(5, 8, 12, torch.float64))
+    with pytest.raises(tfk.BackendError, match="computes no gradients; call it under torch.no_grad"):
+        run(given | {"x": given["x"].requires_grad_()})
+    with torch.no_grad():
+        assert run(given).shape == (5, 12)
+        assert _library.triton_interprets() and "-> cpu" in tfk.explain("int8_linear", **given)
+        assert "not yet proven on a GPU" in tfk.explain("int8_linear", **given)
+    x, weight, scale, bias, _ = (t.detach() if isinstance(t, torch.Tensor) else t for t in given.values())
+    operator = torch.ops.tfm_kernels.int8_linear_fwd_triton
+    for arguments, sentence in [
+        ((x, weight[:, 1:], scale, bias), r"weight must have shape \(12, 8\), got \(12, 7\)"),
+        ((x, weight, scale[1:], bias), r"scale must have shape \(12,\), got \(11,\)"),
+        ((x, weight, scale, bias.double()), "bias must be one of"),
+        ((x[0], weight, scale, bias), "x and weight must have 2 dimensions, got 1 and 2"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            operator(*arguments, False)
