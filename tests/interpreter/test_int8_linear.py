@@ -10,12 +10,12 @@ from tests.ops import test_int8_linear as semantics
 from tests.ops.test_int8_linear import SIZES, layer
 from tfm_kernels import _library
 from tfm_kernels.testing import assert_contract, invariance
-from tfm_kernels.triton import _launch, int8_linear_fwd
+from tfm_kernels.triton import _int8, _launch, int8_linear_fwd
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-WAYS = [False]
+WAYS = [False, True]  # dynamic
 SMALL = [size for size in SIZES if math.prod(size) < 2 * 10**6]
-LARGE = [pytest.param(*size, marks=pytest.mark.slow) for size in SIZES if size not in SMALL]
+LARGE = [pytest.param(size, marks=pytest.mark.slow) for size in SIZES if size not in SMALL]
 
 
 def run(given):
@@ -24,10 +24,10 @@ def run(given):
 
 @pytest.mark.parametrize("dynamic", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, width, out", [*SMALL, *LARGE])
-def test_contract(rows, width, out, dtype, dynamic):
+@pytest.mark.parametrize("size", [*SMALL, *LARGE], ids=str)
+def test_contract(size, dtype, dynamic):
     for bias in (True, False):
-        given = layer(rows, width, out, dtype, bias, dynamic)
+        given = layer(*size, dtype, bias, dynamic)
         assert_contract("int8_linear", given, "triton", backward=False)
 
 
@@ -53,7 +53,7 @@ TILES = {"half": [(256, 128), (128, 128), (64, 64), (16, 64)], "ieee": [(128, 12
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_every_tile(dtype, dynamic, launches, monkeypatch):
     """With as many multiprocessors as each is taken for, several tiles to a program, and with parts of k."""
-    kind = "ieee" if dtype == torch.float32 else "half"
+    kind = "ieee" if dtype == torch.float32 and not dynamic else "half"
     for rows, multiprocessors in ((300, 1), (300, 6), (70, 8), (13, 1)):
         monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: multiprocessors})
         assert_contract("int8_linear", layer(rows, 48, 200, dtype, dynamic=dynamic), "triton", backward=False)
@@ -75,6 +75,59 @@ def test_views_give_the_bits_of_contiguous_tensors(dtype, dynamic):
     assert torch.equal(run(given | {"x": given["x"].unsqueeze(1)}), expected.unsqueeze(1))
     turned = given | {"weight": given["weight"].T.contiguous().T, "scale": torch.stack([given["scale"]] * 2, 1)[:, 0]}
     assert torch.equal(run(turned), expected)
+
+
+@pytest.mark.parametrize("size", [*SMALL, *LARGE], ids=str)
+def test_the_product_of_integers_is_exact(size):
+    semantics.test_the_product_of_integers_is_exact("triton", size)
+
+
+@pytest.mark.parametrize("width", [63, 200, pytest.param(2**17, marks=pytest.mark.slow)])
+def test_the_largest_integers(width):
+    semantics.test_the_largest_integers("triton", width, torch.float32)
+
+
+def test_halves_round_to_even():
+    semantics.test_halves_round_to_even("triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_rows(dtype):
+    semantics.test_small_rows("triton", dtype)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_in_its_row(value):
+    semantics.test_what_is_not_finite_stays_in_its_row(value, "triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [40, 300, 1040, 5000])
+def test_the_integers_are_those_of_the_definition(dtype, width):
+    """And the steps: row by row, in float32, of ordinary rows, tiny ones, ones of zeros and ones that are not finite."""
+    g = torch.Generator().manual_seed(width)
+    sizes = torch.logspace(*((-9, 4) if dtype == torch.float16 else (-40, 37)), 11, dtype=torch.float64)
+    x = (torch.randn(11, width, generator=g) * sizes.unsqueeze(1)).to(dtype)
+    x[3], x[4, 5], x[5, width - 1], x[6, 0] = 0.0, math.nan, math.inf, -math.inf
+    integers, step = _int8.round_rows(x)
+    wide = x.float()
+    largest = wide.abs().amax(1)
+    steps = (largest / 127).masked_fill(~largest.isfinite(), math.nan)
+    torch.testing.assert_close(step, steps, rtol=0.0, atol=0.0, equal_nan=True)
+    live = largest.isfinite() & (largest >= 2.0**-119)
+    expected = torch.round(wide * (torch.full_like(largest, 127) / largest).unsqueeze(1))[live]
+    assert integers.dtype == torch.int8 and live.sum() == 6
+    assert torch.equal(integers[live, :width].float(), expected) and not integers[~live].any()
+    assert not integers[:, width:].any() and integers.shape[1] % 16 == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_do_not_depend_on_their_number(dtype):
+    """A product of integers is exact, whichever tile it takes and however k is cut."""
+    given = layer(100, 270, 53, dtype, dynamic=True)
+    whole = run(given)
+    for rows in (1, 16, 17, 65):
+        assert torch.equal(run(given | {"x": given["x"][:rows]}), whole[:rows]), rows
 
 
 @pytest.mark.parametrize("dynamic", WAYS)
@@ -127,3 +180,6 @@ def test_what_it_cannot_run():
     ]:
         with pytest.raises(ValueError, match=sentence):
             operator(*arguments, False)
+    wide = torch.zeros(1).expand(1, 2**17 + 1), torch.zeros(1, dtype=torch.int8).expand(1, 2**17 + 1)
+    with pytest.raises(ValueError, match="x must have at most 131072 columns, got 131073"):
+        operator(*wide, torch.ones(1), None, True)

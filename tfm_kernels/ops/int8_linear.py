@@ -49,8 +49,6 @@ def _cpu(call: Call) -> str | None:
 def _triton(call: Call) -> str | None:
     if call.dtype == torch.float64:
         return "has no float64 kernels"
-    if call.dynamic:
-        return "has no kernels that round x"
     return _library.why_not_inference("int8_linear", "triton", call.device, call.training)
 
 
