@@ -374,6 +374,19 @@ def rotary(op, levels, g, device):
     }
 
 
+def int8_linear(op, levels, g, device):
+    dtype, k, n = DTYPES[levels["dtype"]], levels["k"], levels["n"]
+    put = lambda t: lay_out(t.to(device), levels["layout"])
+    scale = (0.5 + torch.rand(n, generator=g)) * SMALL.get(levels["data"], 1.0) / (74 * k**0.5)
+    return {
+        "x": put(draw(levels["data"], (*levels["rows"], k), dtype, g)),
+        "weight": torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8).to(device),
+        "scale": scale.to(device),
+        "bias": put(draw("randn", (n,), dtype, g)) if levels["bias"] else None,
+        "dynamic": levels["dynamic"],
+    }
+
+
 BUILD = {
     **dict.fromkeys(FACTORS["norm"]["op"], norm),
     "attention": attention,
@@ -381,4 +394,5 @@ BUILD = {
     "ffn": ffn,
     "linear_cross_entropy": linear_cross_entropy,
     "rotary": rotary,
+    "int8_linear": int8_linear,
 }

@@ -111,7 +111,8 @@ def test_what_is_red_gets_no_speed(tmp_path, monkeypatch):
     assert timed == {"layer_norm": {"cuda": f"{because}cuda layer_norm-1 is red"}, "add_layer_norm": {}}
     found = {item["key"]: item for item in room.results("speed").data["groups"]}
     refused = {item["op"]: item["why"] for item in found.values() if item["state"] == UNAVAILABLE}
-    has = {op: both if op not in ("linear_cross_entropy", "rotary") else ("triton",) for op in refused}
+    alone = ("linear_cross_entropy", "rotary", "int8_linear")
+    has = {op: both if op not in alone else ("triton",) for op in refused}
     no_case = {op: "; ".join(f"{because}there is no case of {op} on {b}" for b in has[op]) for op in refused}
     assert refused == {
         **no_case,

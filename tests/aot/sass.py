@@ -12,9 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MATRIX = ("HMMA", "HGMMA", "UTCHMMA")  # what multiplies on matrix units
+MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA")  # what multiplies on matrix units
 FUSED = ("FFMA", "FFMA2")  # without them; sm_100 multiplies pairs
-COUNTED = ("LDL", "STL", "HMMA", "HGMMA", "UTCHMMA", "LDG", "STG", "LDGSTS", "ATOM", "ATOMG", "RED")
+COUNTED = ("LDL", "STL", *MATRIX, "LDG", "STG", "LDGSTS", "ATOM", "ATOMG", "RED")
 
 
 def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=None):
@@ -65,6 +65,14 @@ def whole(compiled):
     """How many of the loads and stores of a compiled kernel take 16 bytes: {"LDG.128": ..., "STG.128": ...}."""
     found = Counter(re.findall(r"\b(LDG|STG)\.E\.128\b", _read(compiled)[1]))
     return {f"{name}.128": found[name] for name in ("LDG", "STG") if found[name]}
+
+
+def narrowest_copy(compiled):
+    """The fewest bytes that a thread copies at once into shared memory, None without such copies."""
+    copies = re.findall(r"\bLDGSTS\.(\S+)", _read(compiled)[1])
+    return min(
+        (next((int(n) // 8 for n in words.split(".") if n in ("64", "128")), 4) for words in copies), default=None
+    )
 
 
 def _main_loops(code, products):

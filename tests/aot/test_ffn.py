@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.aot import ffn_table, plan, table
+from tests.aot.sass import MATRIX
 from tfm_kernels.triton import _gemm, ffn_bwd, ffn_fwd
 
 ENTRIES = ffn_table.entries()
@@ -20,8 +21,8 @@ SHARED = {80: 164, 90: 228, 100: 228}  # KB of a multiprocessor, 1 of each progr
 def fits_the_gpu(name, entry, found):
     """No atomics, tensor cores where planned, registers and memory for the programs planned."""
     assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
-    tensor_cores = {"HMMA", "HGMMA", "UTCHMMA"} & set(found)
-    planned = set(entry["products"]) & {"HMMA", "HGMMA", "UTCHMMA"}
+    tensor_cores = set(MATRIX) & set(found)
+    planned = set(entry["products"]) & set(MATRIX)
     assert tensor_cores == planned, f"{name} multiplies in another way: {found}"
     programs, launch = entry["programs"], entry["launch"]
     assert programs * found["registers"] * 32 * launch["num_warps"] <= 65536, f"{name}: {programs} do not fit"

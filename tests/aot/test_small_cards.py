@@ -2,7 +2,15 @@
 
 import pytest
 
-from tests.aot import attention_bwd_table, attention_table, ffn_table, linear_cross_entropy_table, rotary_table, table
+from tests.aot import (
+    attention_bwd_table,
+    attention_table,
+    ffn_table,
+    int8_linear_table,
+    linear_cross_entropy_table,
+    rotary_table,
+    table,
+)
 from tests.aot.sass import compile_kernel
 from tfm_kernels.triton import _launch
 
@@ -25,7 +33,7 @@ ENTRIES = {
     **rotary_table.entries(ARCHS),
     **{
         name: entry["launch"]
-        for products in (ffn_table, linear_cross_entropy_table)
+        for products in (ffn_table, linear_cross_entropy_table, int8_linear_table)
         for name, entry in products.entries(ARCHS).items()
     },
 }

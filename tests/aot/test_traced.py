@@ -87,8 +87,13 @@ def turned_gradients(x, weight):
     return (ROTARY_BWD["triton"](dy, table, table, True),)
 
 
+def integers(x, weight):
+    w, scale = weight.new_empty(16, 16, dtype=torch.int8), weight.new_empty(16, dtype=torch.float32)
+    return ops.int8_linear(ops.int8_linear(x, w, scale, backend="triton"), w, scale, dynamic=True, backend="triton")
+
+
 FORWARD = {op: norm(op) for op in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")} | {"ffn": block}
-FORWARD |= {"linear_cross_entropy": losses, "rotary": turned}
+FORWARD |= {"linear_cross_entropy": losses, "rotary": turned, "int8_linear": integers}
 BACKWARD = {  # and the shapes of the results for (rows, 16)
     "layer_norm": (norm_gradients, lambda rows: [(rows, 16), (rows, 16), (16,), (0,)]),
     "ffn": (block_gradients, lambda rows: [(rows, 16), (48, 16), (0,), (16, 48), (16,), (0,)]),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.gpu import attention, ffn, linear_cross_entropy, memory, rotary
+from bench.gpu import attention, ffn, int8_linear, linear_cross_entropy, memory, rotary
 from bench.gpu.layer_norm import TRITON
 from tests import bench_gpu_checks as checks
 from tfm_kernels import ops
@@ -17,6 +17,7 @@ LOSSES = {
     if "bfloat16" in name and "bias" in name
 }
 TURNS = rotary.TRITON.branches("cpu")
+INT8 = {name: call for name, call in checks.small(int8_linear.TRITON, " 9 ", " 70 ").items() if "bfloat16" in name}
 BLOCKS = {name: call for name, call in checks.small(ffn.TRITON, " 70 ").items() if "bfloat16" in name}
 
 
@@ -43,6 +44,11 @@ def test_guards_and_repeats_of_rotary(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_nan_stays_in_its_row_of_a_loss(name):
     invariance.assert_nan_stays_in_its_row(*LOSSES[name], "triton")
+
+
+@pytest.mark.parametrize("name", INT8)
+def test_guards_and_repeats_of_int8_linear(name):
+    checks.guards_and_repeats(int8_linear.TRITON, *INT8[name], times=2)
 
 
 def test_a_write_beside_a_tensor_is_seen(monkeypatch):
@@ -83,6 +89,10 @@ def test_contract_items_of_linear_cross_entropy(tmp_path):
 
 def test_contract_items_of_rotary(tmp_path):
     checks.contract_items(rotary.TRITON, tmp_path, "-d=30-", "NaN in a pair", count=2)
+
+
+def test_contract_items_of_int8_linear(tmp_path):
+    checks.contract_items(int8_linear.TRITON, tmp_path, "-2x17-", "NaN in a row", count=4)
 
 
 def test_contract_items(tmp_path):

@@ -104,7 +104,7 @@ def test_what_is_not_finite_stays_in_its_row(value):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [40, 300, 1040, 5000])
 def test_the_integers_are_those_of_the_definition(dtype, width):
-    """And the steps: row by row, in float32, of ordinary rows, tiny ones, ones of zeros and ones that are not finite."""
+    """And the steps, in float32: of ordinary rows, tiny ones, ones of zeros and ones that are not finite."""
     g = torch.Generator().manual_seed(width)
     sizes = torch.logspace(*((-9, 4) if dtype == torch.float16 else (-40, 37)), 11, dtype=torch.float64)
     x = (torch.randn(11, width, generator=g) * sizes.unsqueeze(1)).to(dtype)

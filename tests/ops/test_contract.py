@@ -9,7 +9,7 @@ import torch
 from tests.cases import CASES, report_case
 from tfm_kernels import BackendError, Mask, ops
 from tfm_kernels.testing import exact, invariance
-from tfm_kernels.testing.contract import CONSTANTS
+from tfm_kernels.testing.contract import CONSTANTS, FORWARD_ONLY
 from tfm_kernels.testing.data import draw
 from tfm_kernels.testing.derivative import assert_gradcheck, assert_opcheck
 from tfm_kernels.testing.judge import COMPOSED
@@ -78,9 +78,6 @@ def test_small_integers_are_exact(op, dtype, any_backend, device):
         exact.assert_exact(op, inputs, any_backend, backward=op == "ffn")
         if op == "attention":
             invariance.assert_key_order_free(inputs, any_backend)
-
-
-FORWARD_ONLY = ("linear", "int8_linear", "int8_ffn")  # tests of their own judge their kernels
 
 
 def small_inputs(op, device, dtype=torch.float32):

@@ -150,7 +150,8 @@ def int8_linear(
         Deterministic. A row that holds NaN or an infinity gives NaN where ``dynamic``. Differentiable in x, scale and
         bias on reference and aten; the gradient passes the rounding of x as if it were not there (straight-through).
     Cost: 2 M K N operations; M = product of the leading dimensions. The weights take a byte each; the cpu backend reads
-        them once for 32 rows (``dynamic``: 256), and rounds x once.
+        them once for 32 rows (``dynamic``: 256), the triton backend for 16, 64, 128 or 256; both round x once. Where y
+        is small, the triton backend also writes and reads sums of parts of k, 4 bytes an element each.
 
     Example:
         >>> weight, scale = torch.tensor([[127, -64]], dtype=torch.int8), torch.tensor([0.5])

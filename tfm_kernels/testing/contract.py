@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .judge import TRUTHS, judge, main_tensor
+from .judge import COMPOSED, TRUTHS, judge, main_tensor
 from .report import Report
 
 CONSTANTS = {"rotary": ("cos", "sin")}  # floating arguments that no kernel has a gradient for
+FORWARD_ONLY = ("linear", "int8_linear", "int8_ffn")  # ops whose kernels compute no gradients
 Douts = Mapping[str, Tensor | None] | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | None]] | None
 
 
@@ -37,7 +38,7 @@ def run(
     backend: str,
     *,
     douts: Douts = None,
-    backward: bool = True,
+    backward: bool | None = None,
 ) -> Results:
     """Calls ``tfm_kernels.ops.<op>`` on one backend and differentiates it.
 
@@ -47,10 +48,12 @@ def run(
         backend: the backend to name in the call; nothing falls back.
         douts: output name -> output gradient, or a function that makes them from the outputs; None draws normal ones
             from a fixed seed.
-        backward: False runs the forward alone.
+        backward: False runs the forward alone; None does where the backend's kernels compute no gradients.
     """
     from .. import ops  # here, because judging must work where no op can be imported
 
+    if backward is None:
+        backward = op not in FORWARD_ONLY or backend in COMPOSED
     leaves = {
         name: t.detach().requires_grad_(backward)
         for name, t in inputs.items()
@@ -83,7 +86,7 @@ def assert_contract(
     backend: str,
     *,
     douts: Douts = None,
-    backward: bool = True,
+    backward: bool | None = None,
     tame: bool | None = None,
     slack: float | None = None,
 ) -> Report:
@@ -101,7 +104,7 @@ def assert_contract(
             and no seed, seed 0 is used: the judge has to know the mask.
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda".
         douts: output name -> output gradient, or a function that makes them from the outputs; None draws normal ones.
-        backward: False judges the forward alone.
+        backward: False judges the forward alone; None does where the backend's kernels compute no gradients.
         tame: whether C2 and C3 apply, which need zero-mean data without outliers; None looks at the data.
         slack: s of C1; None is 0.10 on a CPU, 0.25 elsewhere.
 
@@ -125,7 +128,7 @@ def contract_report(
     backend: str,
     *,
     douts: Douts = None,
-    backward: bool = True,
+    backward: bool | None = None,
     tame: bool | None = None,
     slack: float | None = None,
 ) -> Report:
@@ -145,7 +148,7 @@ def contract_report(
         inputs["seed"] = torch.zeros((), dtype=torch.int64, device=main.device)
     before = {name: t.detach().clone() for name, t in inputs.items() if isinstance(t, Tensor)}
     first = run(op, inputs, backend, douts=douts, backward=backward)
-    second = run(op, inputs, backend, douts=first.douts if backward else None, backward=backward)
+    second = run(op, inputs, backend, douts=first.douts or None, backward=backward)
     report = judge(op, inputs, first.outputs, first.grads, first.douts, backend=backend, slack=slack, tame=tame)
     _same(report, "C6", "differs from a second run of the same call", first.outputs, second.outputs)
     if inputs.get("deterministic", True):

@@ -75,7 +75,7 @@ def assert_nan_stays_in_its_row(op: str, inputs: Mapping[str, Any], backend: str
     """NaN in a row of x makes that row of y NaN, and changes no bit of the other rows of the outputs and of dx.
 
     Args:
-        op: "ffn", one of the norms, or "linear_cross_entropy" without a reduction.
+        op: "ffn", one of the norms, "int8_linear", or "linear_cross_entropy" without a reduction.
         inputs: its arguments, x of at least two rows (M, N).
         backend: the backend to name.
     """
@@ -90,7 +90,7 @@ def assert_nan_stays_in_its_row(op: str, inputs: Mapping[str, Any], backend: str
     if not bool(y[bad].isnan().all()):
         raise ContractError(f"{what}: that row of y must be NaN, got {y[bad].flatten()[:4].tolist()}, ...")
     others = lambda results: {  # noqa: E731
-        name: None if t is None else t[~bad] for name, t in {**results.outputs, "dx": results.grads["x"]}.items()
+        name: None if t is None else t[~bad] for name, t in {**results.outputs, "dx": results.grads.get("x")}.items()
     }
     assert_same_bits(others(first), others(second), what)
 

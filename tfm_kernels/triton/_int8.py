@@ -2,7 +2,7 @@
 
 Owns:    one program = block_m rows, walked twice in pieces of block_k: for their largest elements, then to be rounded.
 Traffic: reads x, the second time mostly from L2; writes the integers, a byte each, and a step for each row.
-Limits:  float16, bfloat16, float32; at most 131,072 columns. All of it in float32, every step rounded correctly, so that
+Limits:  float16, bfloat16, float32; at most 131,072 columns. All of it in float32, every operation rounded correctly:
          the integers are those of every backend.
 Config:  pick_config() below; not yet measured on a GPU.
 Source:  own work.
@@ -59,7 +59,7 @@ def round_rows_kernel(
     x_ptr, integers_ptr, step_ptr, M: tl.int64, K: tl.int32, x_stride_m: tl.int64, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, RUN: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """integers_ptr (M, K up to a multiple of RUN) = n, 0 behind K; step_ptr (M,) = a / 127, NaN where a is not finite."""
+    """integers_ptr (M, K up to a multiple of RUN) = n, 0 behind K; step_ptr (M,) = a / 127 or NaN."""
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     most = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     for first in range(0, K, BLOCK_K):

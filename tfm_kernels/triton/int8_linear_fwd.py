@@ -22,16 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _gemm, _int8, _launch
-from ._gemm import Config, place, product, up_to_8
+from ._gemm import Config, columns, place, product, up_to_8
 from ._tile import load_columns, store_strided, store_tile, tile
 
 FEW = 16  # rows of the smallest tile: their product takes what reading the weights takes
 LEAST_K = 128  # a part of k is not shorter
 JOIN_N = 512  # features of a program that adds up parts
 # How often int8_linear_fwd_kernel is compiled at most for one combination of storage type, precision, bias and dynamic,
-# whatever the shapes: four launches of aligned factors, two of others, each for y whose rows are aligned or not; two that write
-# parts. Once for each alignment of y the kernel that adds these up.
-MAX_COMPILATIONS = 14
+# whatever the shapes: four launches of aligned factors for y whose rows are aligned or not, two of other factors for
+# either y, and the two smallest of both that write parts. The kernel that adds these up: once for either y.
+MAX_COMPILATIONS = 16
 MAX_JOIN_COMPILATIONS = 2
 
 
@@ -45,7 +45,7 @@ def candidates(kind: str, aligned: bool, major: int) -> tuple[Config, ...]:
     block_k = 64 if major in (9, 10) else 32  # others have half of their shared memory
     if not aligned:  # read element by element
         return Config(64, 64, block_k, 8, 2, 1), Config(FEW, 64, block_k, 4, 2, 2)
-    if kind == "int8":
+    if kind == "int8" and major == 9:  # a byte each; elsewhere they are multiplied from registers
         block_k *= 2
     found = Config(128, 128, block_k, 8, 3, 1), Config(64, 64, block_k, 4, 3, 2), Config(FEW, 64, 128, 4, 4, 2)
     return (Config(256, 128, block_k, 8, 3, 1), *found) if kind in ("half", "int8") and major == 9 else found
@@ -116,9 +116,13 @@ def int8_linear_fwd_kernel(
                 tl.trans(sums), y_ptr + split * M * width, offs_m, first, M, width, width, BLOCK_N, True
             )  # fmt: skip
         else:
-            finish(
-                tl.trans(sums), scale_ptr, step_ptr, bias_ptr, y_ptr, offs_m, first, M, N, BLOCK_M, BLOCK_N, Y_ALIGNED
-            )  # fmt: skip
+            PARTS: tl.constexpr = 4 if BLOCK_M >= 128 else 1
+            ROWS: tl.constexpr = BLOCK_M // PARTS
+            for few in tl.static_range(PARTS):
+                finish(
+                    tl.trans(columns(sums, few, PARTS, BLOCK_N, BLOCK_M)), scale_ptr, step_ptr, bias_ptr, y_ptr,
+                    m.to(tl.int64) * BLOCK_M + few * ROWS + tl.arange(0, ROWS), first, M, N, ROWS, BLOCK_N, Y_ALIGNED,
+                )  # fmt: skip
 
 
 _JOIN_RUNTIME = ("parts_ptr", "scale_ptr", "step_ptr", "bias_ptr", "y_ptr", "M", "N", "splits")

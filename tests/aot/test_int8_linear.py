@@ -1,0 +1,57 @@
+"""int8_linear's kernels, compiled: nothing spills, and the figures are those of the committed table."""
+
+import re
+
+import pytest
+
+from tests.aot import int8_linear_table, plan, table
+from tests.aot.test_ffn import fits_the_gpu
+from tfm_kernels.triton import _int8, int8_linear_fwd
+
+ENTRIES = int8_linear_table.entries()
+COMMITTED = table.load(int8_linear_table.FILE)
+QUICK = [
+    name
+    for name in ENTRIES
+    if re.search(r"sm_90 int8_linear_fwd (full|parts).* (half|int8)$|sm_100 .*full.* ieee$", name)
+]
+
+
+def fits(name, entry, found):
+    """No stack, tensor cores where planned, registers and memory for the programs planned, wide copies of weights."""
+    fits_the_gpu(name, entry, found)
+    if "unaligned" not in name and " warps" in name:
+        assert found["LDGSTS"] > 0, f"{name} asks for nothing ahead"
+        least = 16 if " int8" in name.split(" stages")[1] else 4 if "tf32" in name else 8
+        assert found["narrowest copy"] >= least, f"{name} copies a few bytes at once: {found}"
+    plan.keeps_to_registers(name, found)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
+def test_compiles_as_planned(name):
+    found = int8_linear_table.measure(ENTRIES[name])
+    with plan.held(name, found, int8_linear_table.FILE):
+        fits(name, ENTRIES[name], found)
+
+
+def test_the_table_is_complete_and_as_planned():
+    assert set(COMMITTED["kernels"]) == set(ENTRIES) and 15 <= len(QUICK) <= 25
+    for name, found in COMMITTED["kernels"].items():
+        fits(name, ENTRIES[name], found)
+
+
+def test_every_launch_is_compiled():
+    """What the pick_config functions return, of all shapes."""
+    sizes = [2**k for k in range(0, 18)] + [3 * 2**k for k in range(0, 15)]
+    for arch in int8_linear_table.ARCHS:
+        for call, (kind, *_) in int8_linear_table.CALLS.items():
+            for aligned in (True, False):
+                for M in sizes:
+                    for N in sizes:
+                        config = int8_linear_fwd.pick_config(M, N, 4096, kind, aligned, (arch // 10, arch % 10))
+                        for what in ("full", "plain") if config.splits == 1 else ("parts",):
+                            what = f"int8_linear_fwd {what}"
+                            assert int8_linear_table.label(arch, what, config, call, aligned) in ENTRIES
+        for K in (1, 256, 257, 1024, 1025, 2**17):
+            config = _int8.pick_config(K)
+            assert f"sm_{arch} round_rows {config.block_m}x{config.block_k} bf16" in ENTRIES
