@@ -21,7 +21,7 @@ def arguments(case: Int8Linear, dtype: str, device: str = "cpu") -> dict[str, An
 
 
 def eager(case: Int8Linear, given: Mapping[str, Any]) -> Eager:
-    weight = (given["weight"] * given["scale"][:, None]).to(given["x"].dtype)
+    weight = (given["weight"] * given["scale"].unsqueeze(1)).to(given["x"].dtype)
     return F.linear, {"input": given["x"], "weight": weight, "bias": given["bias"]}
 
 
