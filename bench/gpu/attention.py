@@ -33,6 +33,7 @@ SEED = 2**40 + 20261121
 # Said before any measurement: shares of the library's own matrix rate by head width, and seconds for each launch
 SHARE = {FORWARD: {64: 0.5, 128: 0.65}, BACKWARD: {64: 0.3, 128: 0.35}}
 LAUNCH = 2.5e-6
+DECODING = 0.9  # of the copy's rate, where one query reads many keys; parts of the keys take a second launch
 
 
 def cases() -> Sequence[Case]:
@@ -49,6 +50,17 @@ def _launches() -> list[Case]:
                     levels = {
                         "dtype": dtype, "data": "randn", "layout": "token_major", "lengths_qk": (queries, 333),
                         "heads": (2, 4, 2), "d": d, "dv": "same", "band": "causal_br", "key_lengths": "ragged",
+                        "keep": keep, "bias": bias, "bias_dtype": "same", "dropout_p": p, "scale": None,
+                        "return_lse": True,
+                    }  # fmt: skip
+                    found.append(Case("attention", levels))
+    for d in (16, 32, 64, 128, 256):  # few queries against many keys: tiles of 16 rows and of 32, in parts
+        for dtype in ("bf16", "f32"):
+            for heads in ((2, 4, 2), (1, 16, 1)):
+                for bias, keep, p in (("none", "none", 0.0), ("1hqk", "b1qk", 0.1)):
+                    levels = {
+                        "dtype": dtype, "data": "randn", "layout": "token_major", "lengths_qk": (3, 2000),
+                        "heads": heads, "d": d, "dv": "same", "band": "causal_br", "key_lengths": "ragged",
                         "keep": keep, "bias": bias, "bias_dtype": "same", "dropout_p": p, "scale": None,
                         "return_lse": True,
                     }  # fmt: skip
@@ -133,6 +145,9 @@ def branches(device: str) -> Mapping[str, tuple[str, Inputs]]:
             label = f"D{d} {str(dtype).removeprefix('torch.')}"
             found[f"attention {label}"] = ("attention", plain)
             found[f"attention with everything {label}"] = ("attention", full)
+            decoding = {**plain, "query": new(2, 8, 3, d), "key": new(2, 2, 1500, d), "value": new(2, 2, 1500, d)}
+            decoding["mask"] = Mask.lengths(torch.tensor([1500, 700]).to(device))
+            found[f"attention of few queries {label}"] = ("attention", decoding)
     return found
 
 
@@ -168,6 +183,9 @@ def _speed() -> tuple[Attention, ...]:
         a(1024, 128, key_heads=4, causal=True),
         a(512, 64, packed=True, op="attention_varlen"),
         a(1024, 64, dtypes=("float32",), batch=2),
+        a(1, 128, batch=8, heads=32, key_heads=8, keys=32768, passes=("infer",), headline=True),
+        a(1, 128, batch=1, heads=32, key_heads=8, keys=32768, passes=("infer",)),
+        a(1, 64, batch=64, heads=8, keys=512, passes=("infer",), headline=True),
     )
 
 
@@ -204,7 +222,9 @@ def predicted(group: Group, direction: str, limits: Mapping[str, Any]) -> float:
         if direction in (one, "both"):
             share = SHARE[one][64 if group.case.dim <= 64 else 128]
             work = group.subject.flops(group.case, one) / (share * rate)
-            seconds += launches * LAUNCH + max(work, group.subject.bytes_moved(group.case, itemsize, one) / copy)
+            launches, rate_of_bytes = (2, DECODING * copy) if group.case.queries == 1 else (launches, copy)
+            moved = group.subject.bytes_moved(group.case, itemsize, one)
+            seconds += launches * LAUNCH + max(work, moved / rate_of_bytes)
     return seconds
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.aot import table
-from tfm_kernels.triton import _attention_tiles, attention_fwd
+from tfm_kernels.triton import _attention_fwd_few, _attention_tiles, attention_fwd
 
 FILE = Path(__file__).with_name("attention.json")
 ARCHS = (80, 90, 100)
@@ -27,13 +27,13 @@ ABSENT = {
 }
 INT32 = (
     "B", "H", "G", "Tq", "Tk", "D", "DV", "OUT_D", "DQ_D", "DK_D", "DV_D", "SHARING_B", "SHARING_H", "SPLITS",
-    "last_dropped",
+    "PARTS", "PART_TILES", "last_dropped",
 )  # fmt: skip
 FLOAT32 = ("scale", "step", "unit", "keep_scale")
 POINTERS = {
     "keep_ptr": "*u8", "counts_ptr": "*i32", "tiles_ptr": "*i32", "lengths_ptr": "*i64", "cu_q_ptr": "*i32",
     "cu_k_ptr": "*i32", "seed_ptr": "*i64", "lse_ptr": "*fp32", "dlse_ptr": "*fp32", "statistics_ptr": "*fp32",
-    "sums_ptr": "*fp32",
+    "sums_ptr": "*fp32", "parts_ptr": "*fp32", "numbers_ptr": "*fp32",
 }  # fmt: skip
 
 
@@ -61,9 +61,24 @@ def entries(archs=ARCHS):
         for call in calls(arch):
             name, entry = forward(*call, arch)
             found[f"sm_{arch} {name} {words(*call[2:])}"] = entry
+        for call in few_calls():
+            name, entry = few(*call, arch)
+            found[f"sm_{arch} {name} {words(*call[2:])}"] = entry
+        for width in WIDTHS:
+            name, entry = merge(width, arch)
+            found[f"sm_{arch} {name}"] = entry
         found[f"sm_{arch} keep_tiles"] = _lists(arch, False)
         found[f"sm_{arch} keep_tiles of keys"] = _lists(arch, True)
     return found
+
+
+def few_calls():
+    """(width, rows of a group, storage type, kind, whether all rows are aligned) of the calls with few queries."""
+    for width in WIDTHS:
+        for rows in (16, 32):
+            for dtype, kinds in KINDS.items():
+                for kind, aligned in kinds:
+                    yield width, rows, dtype, kind, aligned
 
 
 def words(dtype, kind, aligned):
@@ -99,11 +114,42 @@ def forward(width, queries, dtype, kind, aligned, arch):
         "PAIRS_ALIGNED": aligned and kind not in ("plain", "dropout"), "PRECISION": "ieee", "CHUNK": config.chunk,
         "STAGES": config.num_stages,
     }  # fmt: skip
-    launch = f"{config.block_m}x{config.block_n}x{config.block_d} {config.num_warps} warps {config.num_stages} stages"
-    return f"attention_fwd {launch}", {
+    return f"attention_fwd {in_words(config)}", {
         "kernel": kernel, "types": types(kernel, dtype, ABSENT[kind]), "constexprs": constexprs, "arch": arch,
         "num_warps": config.num_warps, "max_registers": config.max_registers,
     }  # fmt: skip
+
+
+def few(width, rows, dtype, kind, aligned, arch):
+    """(launch in words, what to compile); aligned calls in parts, others in one."""
+    shape = (width, rows, 1, 9999, 9999, 1)
+    config = _attention_fwd_few.pick_config(*shape, extras(kind, aligned), DTYPES[dtype], (arch // 10, arch % 10))
+    constexprs = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d, "OUT_ALIGNED": aligned,
+        "PRECISION": "ieee", "CHUNK": config.chunk, "STAGES": config.num_stages,
+    }  # fmt: skip
+    absent = ABSENT[kind] + (("out_ptr", "lse_ptr") if aligned else ("parts_ptr", "numbers_ptr"))
+    kernel = _attention_fwd_few.attention_fwd_few_kernel
+    return f"attention_fwd_few {in_words(config)}", {
+        "kernel": kernel, "types": types(kernel, dtype, absent), "constexprs": constexprs, "arch": arch,
+        "num_warps": config.num_warps, "max_registers": config.max_registers,
+    }  # fmt: skip
+
+
+def merge(width, arch):
+    """(launch in words, what to compile)."""
+    config = _attention_fwd_few.pick_config(width, 1, 1, 9999, 9999, 1, "none", torch.bfloat16, (arch // 10, 0))
+    kernel = _attention_fwd_few.attention_fwd_merge_kernel
+    block = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d}
+    return f"attention_fwd_merge x{config.block_d}", {
+        "kernel": kernel, "types": types(kernel, "bf16", ABSENT["full"]), "constexprs": block, "arch": arch,
+        "num_warps": config.num_warps, "max_registers": config.max_registers,
+    }  # fmt: skip
+
+
+def in_words(config):
+    """A launch."""
+    return f"{config.block_m}x{config.block_n}x{config.block_d} {config.num_warps} warps {config.num_stages} stages"
 
 
 def _lists(arch, of_keys):

@@ -8,6 +8,7 @@ ENTRIES = attention_table.entries()
 QUICK = [
     name for name in ENTRIES
     if name.startswith("sm_90") and ("x64 " in name or "x128 " in name) and name.endswith(("bf16 plain", "bf16 full"))
+    or name == "sm_90 attention_fwd_merge x128"
 ]  # fmt: skip
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
@@ -22,10 +23,11 @@ def uses_the_gpu(name, found):
     """No atomics, the matrix units where they can multiply, and no more shared memory than there is."""
     assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
     assert found["shared"] <= SHARED[name.split()[0]], f"{name} does not fit: {found}"
-    if "fp32" in name or "keep_tiles" in name:
+    if "fp32" in name or "keep_tiles" in name or "merge" in name:
         assert "HMMA" not in found and "HGMMA" not in found, f"{name} does not multiply in IEEE float32: {found}"
     elif name.startswith("sm_90"):
-        large = max(map(int, name.split()[2].split("x")[:2])) >= 64  # a warp group multiplies 64 rows
+        sides = map(int, name.split()[2].split("x")[:2])
+        large = "few" not in name and max(sides) >= 64  # a warp group multiplies 64 rows
         assert found["HGMMA" if large else "HMMA"] > 0, f"{name} leaves the matrix units alone: {found}"
     elif name.startswith("sm_80"):
         assert found["HMMA"] > 0, f"{name} leaves the matrix units alone: {found}"
@@ -53,3 +55,9 @@ def test_every_launch_is_compiled(arch):
                 for kind, aligned in kinds:
                     launch, _ = attention_table.forward(width, queries, dtype, kind, aligned, arch)
                     assert f"sm_{arch} {launch} {attention_table.words(dtype, kind, aligned)}" in ENTRIES
+        for rows in (1, 16, 17, 500):
+            for dtype, kinds in attention_table.KINDS.items():
+                for kind, aligned in kinds:
+                    launch, _ = attention_table.few(width, rows, dtype, kind, aligned, arch)
+                    assert f"sm_{arch} {launch} {attention_table.words(dtype, kind, aligned)}" in ENTRIES
+        assert f"sm_{arch} {attention_table.merge(width, arch)[0]}" in ENTRIES

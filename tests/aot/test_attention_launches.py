@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tfm_kernels.triton import _attention_call, attention_bwd, attention_fwd
+from tfm_kernels.triton import _attention_call, _attention_fwd_few, attention_bwd, attention_fwd
 from tfm_kernels.triton._attention_call import Config
 
 ANYWHERE = [-(1 << 40), 1 << 40, -(1 << 40), 1 << 40]
@@ -27,6 +27,57 @@ def test_launches():
     assert pick(128, 4096, "none", torch.bfloat16, (9, 0)) == Config(128, 64, 128, 0, 8, 2)
 
 
+def few(width, group, queries, keys, units, extras="none", dtype=torch.bfloat16, capability=(9, 0), reach=None):
+    """pick_config of few queries against many keys."""
+    reach = keys if reach is None else reach
+    return _attention_fwd_few.pick_config(width, group, queries, keys, reach, units, extras, dtype, capability)
+
+
+def test_launches_of_few_queries():
+    for capability in ((8, 0), (8, 6), (9, 0), (10, 0), (12, 0)):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for extras in ("none", "aligned", "unaligned"):
+                for width in range(1, 257):
+                    for group, queries, keys in ((1, 1, 65), (8, 16, 10**6), (17, 1, 4096)):
+                        config = few(width, group, queries, keys, 8, extras, dtype, capability)
+                        assert config.block_d >= width and config.block_d in (16, 32, 64, 128, 256)
+                        assert config.block_m == (16 if group * queries <= 16 else 32)
+                        assert config.block_n in (16, 32, 64) and config.num_warps in (4, 8)
+    assert few(64, 8, 17, 10**6, 8) is None and few(64, 8, 1, 64, 8) is None and few(64, 8, 0, 100, 8) is None
+    assert few(64, 8, 1, 10**6, 8, reach=64) is None
+
+
+def test_parts_fill_the_multiprocessors():
+    """The shapes of a decoding step: two programs on each of 132 multiprocessors, none of them idle for long."""
+    launch = (16, 64, 128, 0, 4, 3, 255)
+    assert few(128, 4, 1, 32768, 64) == _attention_fwd_few.FewConfig(*launch, parts=4, part_tiles=128)
+    assert few(128, 4, 1, 32768, 8).parts == 32
+    assert few(64, 4, 1, 512, 512).parts == 1 and few(64, 1, 1, 66, 1).parts == 1
+    assert few(128, 1, 1, 2**30 - 1, 1).parts == 256
+    assert few(128, 4, 1, 32768, 64, reach=1000).parts * few(128, 4, 1, 32768, 64, reach=1000).part_tiles == 17
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_tile_is_lost(seed):
+    """Whatever a band shows to whatever sequence: the parts together have room for all tiles that its queries see."""
+    rng = random.Random(seed)
+    for _ in range(50):
+        queries, keys = rng.randrange(1, 17), rng.randrange(65, 3000)
+        window = [rng.choice((low, rng.randrange(-900, 900))) for low in ANYWHERE]
+        q, k = torch.empty(1, 1, queries, 8), torch.empty(1, 1, keys, 8)
+        call = _attention_call.Call(
+            "test", q, k, k, None, None, None, None, None, queries, keys, window, 1.0, 0.0, None
+        )
+        config = few(8, 1, queries, keys, rng.choice((1, 64, 500)), reach=call.reach())
+        for tq, tk in ((queries, keys), (rng.randrange(1, queries + 1), rng.randrange(1, keys + 1))):
+            low, high = max(window[0], window[2] + tk - tq), min(window[1], window[3] + tk - tq)
+            begin, end = max(low, 0), min(tk, tq + high)
+            assert end - begin <= call.reach(), (window, tq, tk)
+            if config is not None and end > begin:
+                tiles = -(-end // config.block_n) - begin // config.block_n
+                assert tiles <= config.parts * config.part_tiles, (window, tq, tk, config)
+
+
 def random_heads(rng, batch, heads, length, width, dtype):
     """(B, H, T, D) of any order and any start."""
     start, extra = rng.choice((0, 8, 1)), rng.choice((0, 8, 3))
@@ -45,12 +96,14 @@ def random_pairs(rng, sizes, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_compilations_are_bounded(dtype, compilations):
-    """1,000 random calls of one kind are bound as Triton binds them, through the launchers."""
+    """1,000 random calls of one kind are bound as Triton binds them, through the launchers; some decode."""
     rng = random.Random(1)
     seed = torch.tensor(5)
     for _ in range(1000):
         batch, key_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2)), rng.choice((1, 2))
         queries, keys = (rng.choice((1, 8, rng.randrange(1, 200), 8 * rng.randrange(1, 30))) for _ in range(2))
+        if rng.random() < 0.2:
+            queries, keys = rng.randrange(1, 17), rng.randrange(200, 3000)
         width, value_width = (rng.choice((rng.randrange(1, 257), 8 * rng.randrange(1, 33))) for _ in range(2))
         sizes = (batch, key_heads * group, queries, keys)
         q = random_heads(rng, batch, sizes[1], queries, width, dtype)
@@ -65,7 +118,9 @@ def test_compilations_are_bounded(dtype, compilations):
         attention_bwd.attention_bwd(dout, lse, q, k, v, out, lse, *options, *rest, True)
     counts = {name: len(found) for name, found in compilations.items()}
     backward = {f"attention_bwd_{name}_kernel" for name in attention_bwd.KERNELS}
-    assert set(counts) == {"attention_fwd_kernel", "keep_tiles_kernel", *backward}, counts
+    few_queries = _attention_fwd_few.MAX_COMPILATIONS
+    assert set(counts) == {"attention_fwd_kernel", "keep_tiles_kernel", *few_queries, *backward}, counts
+    assert all(counts[name] <= most for name, most in few_queries.items()), counts
     assert counts["attention_fwd_kernel"] <= attention_fwd.MAX_COMPILATIONS, counts
     assert counts["keep_tiles_kernel"] <= _attention_call.MAX_COMPILATIONS, counts
     assert all(counts[name] <= attention_bwd.MAX_COMPILATIONS for name in backward), counts

@@ -1,9 +1,12 @@
 """No byte outside of a tensor is touched, and offsets beyond 2**31 elements arrive."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from tests.attention_memory import (
+    ANYWHERE,
     BIASES,
     FAR,
     SIZES,
@@ -11,9 +14,12 @@ from tests.attention_memory import (
     assert_no_byte_outside,
     assert_no_byte_outside_of_packed_tensors,
     both_of,
+    randn,
     two_sequences,
 )
 from tests.fences import fenced, huge
+from tests.interpreter.few_queries import taken
+from tfm_kernels.ops.attention import _forward
 from tfm_kernels.triton import _attention_call
 
 
@@ -34,8 +40,23 @@ def test_no_byte_outside(bias_shape, sizes, dtype, monkeypatch):
     assert_no_byte_outside("triton", bias_shape, sizes, dtype, lambda call: between_fences(monkeypatch, call))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 200, 24, 8), (9, 130, 7, 40), (33, 66, 200, 8)], ids=str)
+def test_no_byte_outside_with_few_queries(sizes, dtype, monkeypatch):
+    """What the parts of the keys leave behind lies between fences, too."""
+    with taken() as launches:
+        assert_no_byte_outside("triton", "bhqk", sizes, dtype, lambda call: between_fences(monkeypatch, call))
+    assert max(config.parts for name, config, _ in launches if name == "attention_fwd_few_kernel") > 1
+
+
 def test_no_byte_outside_of_packed_tensors(monkeypatch):
     assert_no_byte_outside_of_packed_tensors("triton", lambda call: between_fences(monkeypatch, call))
+
+
+def test_no_byte_outside_of_packed_tensors_with_few_queries(monkeypatch):
+    with taken() as launches:
+        assert_no_byte_outside_of_packed_tensors("triton", lambda call: between_fences(monkeypatch, call))
+    assert "attention_fwd_merge_kernel" in {name for name, _, _ in launches}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +68,17 @@ def space():
 NAMES = ("query", "key", "value", "bias", "keep", "dout", "dq", "dk", "dv", "out")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sequences_far_apart(name, space, monkeypatch):
+FORWARD = ("query", "key", "value", "bias", "keep", "out")
+
+
+@pytest.mark.parametrize("name, way", [*((name, nullcontext) for name in NAMES), *((name, taken) for name in FORWARD)])
+def test_sequences_far_apart(name, way, space, monkeypatch):
     """Each argument and result in turn has more than 2**31 elements between its two sequences."""
     given = two_sequences()
 
     def run():
-        return both_of("triton", given)
+        with way():
+            return both_of("triton", given)
 
     expected = run()
     if name in given:
@@ -106,6 +131,25 @@ def test_numbers_of_rows_far_apart(monkeypatch):
         return {"lse_stride_b": FAR} | {name: apart(spaces[name], more[name], steps[name]) for name in there}
 
     assert_far_launches_agree(monkeypatch, given, expected, change, {"lse_stride_b", *steps})
+
+
+def test_parts_far_apart(monkeypatch):
+    """The sums that the parts of the keys leave behind, and the two numbers of a row beside them."""
+    q, k, v = (randn(2, 2, length, 16, dtype=torch.float16, seed=length + n) for n, length in enumerate((9, 150, 150)))
+    options = (None, None, None, None, None, 9, 150, ANYWHERE, 0.3, 0.0, None, True)
+    spaces = {"parts_ptr": huge(3 * 16 * FAR, torch.float32), "numbers_ptr": huge(3 * 2 * FAR, torch.float32)}
+    with taken() as launches:
+        expected = [t.clone() for t in _forward["triton"](q, k, v, *options)]
+        launch = _attention_call.Call.launch
+
+        def far(call, kernel, programs, config, **more):
+            assert config.parts == 3 and set(spaces) <= set(more)
+            launch(call, kernel, programs, config, **more | spaces | {"part_step": FAR})
+
+        monkeypatch.setattr(_attention_call.Call, "launch", far)
+        found = _forward["triton"](q, k, v, *options)
+        monkeypatch.setattr(_attention_call.Call, "launch", launch)
+    assert len(launches) == 4 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_gradients_of_a_bias_far_apart(space, monkeypatch):

@@ -113,13 +113,17 @@ def columns_of(BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def visible_tile(m0, n0, live, low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """What band and length show of a tile, bool."""
-    rows = rows_of(BLOCK_M, TRANSPOSED)
+def shown_pairs(rows, columns, m0, n0, live, low, high):
+    """What band and length show of queries m0 + rows and keys n0 + columns, bool; rows and columns are small."""
     from_key = rows + near(low - (n0 - m0), 4096)
     to_key = tl.minimum(rows + near(high - (n0 - m0), 4096), near(live - n0, 4096) - 1)
-    columns = columns_of(BLOCK_N, TRANSPOSED)
     return (columns >= from_key) & (columns <= to_key)
+
+
+@triton.jit
+def visible_tile(m0, n0, live, low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """What band and length show of a tile, bool."""
+    return shown_pairs(rows_of(BLOCK_M, TRANSPOSED), columns_of(BLOCK_N, TRANSPOSED), m0, n0, live, low, high)
 
 
 @triton.jit
@@ -141,13 +145,19 @@ def load_rows(
 
 
 @triton.jit
+def load_at(ptr, offsets, chosen, D, BLOCK_D: tl.constexpr):
+    """(rows, BLOCK_D) as load_rows, of the rows that begin at ``offsets``; 0 in those that are not ``chosen``."""
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = chosen[:, None] & inside(offs_d, D, True)[None, :]
+    return tl.load(tile(ptr, offsets, offs_d, True), mask=mask, other=0.0)
+
+
+@triton.jit
 def load_chosen_rows(ptr, first, chosen, end, stride_t, D, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
     """(BLOCK_T, BLOCK_D) as load_rows; 0 in rows that are not ``chosen`` (BLOCK_T,) bool."""
     offs_t = tl.arange(0, BLOCK_T)
-    offs_d = tl.arange(0, BLOCK_D)
     rows = chosen & (offs_t < near(end - first, 4096))
-    mask = rows[:, None] & inside(offs_d, D, True)[None, :]
-    return tl.load(tile(ptr + first * stride_t, offs_t * stride_t, offs_d, True), mask=mask, other=0.0)
+    return load_at(ptr + first * stride_t, offs_t * stride_t, rows, D, BLOCK_D)
 
 
 @triton.jit
@@ -177,10 +187,15 @@ def store_rows(
 ):
     """Writes rows first + 0, 1, ... < end of one head, rounded once to its type."""
     offs_t = tl.arange(0, BLOCK_T)
+    store_at(value, ptr + first * stride_t, offs_t * stride_t, offs_t < near(end - first, 4096), D, BLOCK_D, ALIGNED)
+
+
+@triton.jit
+def store_at(value, ptr, offsets, chosen, D, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr):
+    """Writes the ``chosen`` rows to where they begin, ``offsets``, rounded once to ptr's type."""
     offs_d = tl.arange(0, BLOCK_D)
-    mask = (offs_t < near(end - first, 4096))[:, None] & inside(offs_d, D, ALIGNED)[None, :]
-    ptrs = tile(ptr + first * stride_t, offs_t * stride_t, offs_d, ALIGNED)
-    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=mask)
+    mask = chosen[:, None] & inside(offs_d, D, ALIGNED)[None, :]
+    tl.store(tile(ptr, offsets, offs_d, ALIGNED), value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -244,6 +259,30 @@ def score_tile(
             shown = shown & (keep != 0)
         x = tl.where(shown, x, float("-inf"))  # chosen, not multiplied: NaN in hidden keys ends here
     return x
+
+
+@triton.jit
+def weigh(x, sums, tops, step, SEEN: tl.constexpr):
+    """(p, sums, tops, decay): A.3 of a tile of scores but for the division, and what earlier sums are multiplied by.
+
+    SEEN promises that every row has a score that is not -inf, here or before.
+    """
+    most = tl.maximum(tops, tl.max(x, 1))
+    shift = most
+    if not SEEN:
+        shift = tl.where(most == float("-inf"), 0.0, most)
+    # the difference comes first, so that large scores lose nothing
+    p = tl.exp2((x - shift[:, None]) * step)
+    decay = tl.exp2((tops - shift) * step)
+    return p, sums * decay + tl.sum(p, 1), most, decay
+
+
+@triton.jit
+def finish(acc, sums, tops, unit, keep_scale):
+    """(out, lse) of rows: A.4 and A.2; 0 and -inf where a row saw nothing."""
+    sees = sums != 0.0
+    out = tl.where(sees[:, None], acc * (keep_scale / tl.where(sees, sums, 1.0))[:, None], 0.0)
+    return out, tl.where(sees, tops * unit + tl.log(tl.where(sees, sums, 1.0)), float("-inf"))
 
 
 @triton.jit

@@ -134,6 +134,12 @@ class Call:
             _launch.check(self.op, self.query, **{name: (t, t.shape, dtypes)})
         _launch.check(self.op, self.query, key_lengths=(key_lengths, (self.batch,), INDICES))
 
+    def reach(self) -> int:
+        """The most keys that the band shows to a sequence's queries together."""
+        low, high, end_low, end_high = self.window
+        most = min(high, -end_low, high - low, end_high - end_low) + self.queries
+        return max(0, min(self.keys, most))
+
     def extras(self) -> str:
         """What a tile of scores meets: "none"; dropout, bias or keep, "aligned" or "unaligned"."""
         if self.bias is None and self.keep is None:

@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _launch
+from . import _attention_fwd_few, _launch
 from ._attention import (
     band,
     dots,
+    finish,
     is_finite,
     kept_tile,
     kernel,
@@ -33,6 +34,7 @@ from ._attention import (
     start,
     store_rows,
     tiles_met,
+    weigh,
 )
 from ._attention_call import Call, Config, rows_aligned
 
@@ -82,14 +84,7 @@ def meet(
         keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED,
         False,
     )  # fmt: skip
-    most = tl.maximum(tops, tl.max(x, 1))
-    shift = most
-    if MASKED or bias_ptr is not None:
-        shift = tl.where(most == float("-inf"), 0.0, most)
-    # the difference comes first, so that large scores lose nothing
-    p = tl.exp2((x - shift[:, None]) * step)
-    decay = tl.exp2((tops - shift) * step)
-    sums = sums * decay + tl.sum(p, 1)
+    p, sums, tops, decay = weigh(x, sums, tops, step, not MASKED and bias_ptr is None)
     if seed_ptr is not None:
         p = tl.where(kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N), p, 0.0)
     v = load_rows(v_ptr, n0, begin, end, v_stride_t, DV, BLOCK_N, BLOCK_D, MASKED)
@@ -97,7 +92,7 @@ def meet(
         seen = tl.max((x != float("-inf")).to(tl.int32), 0)
         v = tl.where((seen > 0)[:, None], v, tl.zeros((BLOCK_N, BLOCK_D), tl.float32).to(v.dtype))
     acc = acc * decay[:, None]
-    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), sums, most
+    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), sums, tops
 
 
 @triton.jit
@@ -197,11 +192,9 @@ def attention_fwd_kernel(
                 bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D,
                 PAIRS_ALIGNED, PRECISION, CHUNK, 1, True,
             )  # fmt: skip
-    sees = sums != 0.0
-    out = tl.where(sees[:, None], acc * (keep_scale / tl.where(sees, sums, 1.0))[:, None], 0.0)
+    out, lse = finish(acc, sums, tops, unit, keep_scale)
     out_ptr += b * out_stride_b + h * out_stride_h + q0 * out_stride_t
     store_rows(out, out_ptr, m0, tq, out_stride_t, OUT_D, BLOCK_M, BLOCK_D, OUT_ALIGNED)
-    lse = tl.where(sees, tops * unit + tl.log(tl.where(sees, sums, 1.0)), float("-inf"))
     offs_m = tl.arange(0, BLOCK_M)
     lse_ptr += b * lse_stride_b + h * lse_stride_h + q0 + m0
     tl.store(lse_ptr + offs_m, lse, mask=offs_m < tq - m0)
@@ -220,8 +213,16 @@ def attention_fwd(
     out, lse = call.like(query, call.value_dim), call.statistics()
     if out.numel() == 0:
         return out, lse
-    width, extras = max(call.dim, call.value_dim), call.extras()
-    config = pick_config(width, call.queries, extras, query.dtype, _launch.capability(query))
+    width, extras, capability = max(call.dim, call.value_dim), call.extras(), _launch.capability(query)
+    few = _attention_fwd_few.pick_config(
+        width, call.heads // call.kv_heads, call.queries, call.keys, call.reach(), call.batch * call.kv_heads, extras,
+        query.dtype, capability,
+    )  # fmt: skip
+    if few is not None:
+        with _launch.on(query):
+            _attention_fwd_few.attend_few(call, few, out, lse)
+        return out, lse
+    config = pick_config(width, call.queries, extras, query.dtype, capability)
     programs = triton.cdiv(call.queries, config.block_m) * call.heads * call.batch
     with _launch.on(query):
         call.launch(
