@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tfm_kernels import ops
+from tfm_kernels import Mask, ops
 from tfm_kernels.ops.ffn import BWD as FFN_BWD
 from tfm_kernels.ops.layer_norm import BWD as LAYER_NORM_BWD
 from tfm_kernels.ops.linear_cross_entropy import BWD as LINEAR_CROSS_ENTROPY_BWD
@@ -92,8 +92,15 @@ def integers(x, weight):
     return ops.int8_linear(ops.int8_linear(x, w, scale, backend="triton"), w, scale, dynamic=True, backend="triton")
 
 
+def decoded(x, weight):
+    """Each row of x is a sequence's one query."""
+    memory = x.new_empty(x.shape[0], 1, 100, 16)
+    out = ops.attention(x.view(-1, 1, 1, 16), memory, memory, Mask.causal("bottom_right"), backend="triton")
+    return out.reshape(x.shape)
+
+
 FORWARD = {op: norm(op) for op in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")} | {"ffn": block}
-FORWARD |= {"linear_cross_entropy": losses, "rotary": turned, "int8_linear": integers}
+FORWARD |= {"linear_cross_entropy": losses, "attention": decoded, "rotary": turned, "int8_linear": integers}
 BACKWARD = {  # and the shapes of the results for (rows, 16)
     "layer_norm": (norm_gradients, lambda rows: [(rows, 16), (rows, 16), (16,), (0,)]),
     "ffn": (block_gradients, lambda rows: [(rows, 16), (48, 16), (0,), (16, 48), (16,), (0,)]),
