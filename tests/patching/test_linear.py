@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tfm_kernels import _library
 from tfm_kernels.patching import onednn
 from tfm_kernels.patching.linear import linear
 
@@ -26,13 +27,29 @@ def error(y, x, layer):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 15, 16, 63, 64, 200])
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 63, 64, 200, 500])
 def test_product(rows, dtype):
     for bias in (True, False):
         layer, x = layer_and_input(rows, dtype, bias)
         y = linear(x, layer)
         assert y.dtype == dtype and y.shape == (rows, 40)
         assert error(y, x, layer) <= 1.1 * error(layer(x), x, layer) + torch.finfo(dtype).eps
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not onednn.AVAILABLE, reason="this build of PyTorch has no oneDNN product")
+@pytest.mark.parametrize("x", [torch.randn(500, 24), torch.randn(24, 500).t(), torch.randn(24).expand(500, 24)],
+                         ids=["rows", "columns", "one row"])  # fmt: skip
+def test_many_rows_take_onednns_product(x, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", _library.XEON)
+    layer, _ = layer_and_input(1)
+    before = error(layer(x), x, layer)
+    for weight in (layer.weight, layer.weight.t().contiguous().t()):
+        layer.weight = nn.Parameter(weight)
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "linear", lambda *given: pytest.fail("F.linear was called"))
+            y = linear(x, layer)
+        assert y.is_contiguous() and error(y, x, layer) <= 1.1 * before + torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

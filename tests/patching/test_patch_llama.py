@@ -97,23 +97,26 @@ def test_a_norm_that_took_the_place_of_the_known_one_is_called(kind, other, comp
     torch._dynamo.reset()
 
 
-def test_a_norm_with_weights_of_a_tensor_class_of_their_own_is_called():
-    """As FSDP2's DTensor, or a quantised weight."""
+class Tripling(torch.Tensor):
+    """As FSDP2's DTensor or a quantised weight: what it means is not what lies in its memory."""
 
-    class Doubled(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            y = super().__torch_function__(function, types, args, kwargs or {})
-            return 2.0 * y.as_subclass(torch.Tensor) if function is torch.Tensor.mul else y
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        y = super().__torch_function__(function, types, args, kwargs or {})
+        return 3.0 * y.as_subclass(torch.Tensor) if function is torch.Tensor.mul else y
 
+
+@pytest.mark.parametrize("place, noted", [(NORM, "model.layers.0"), ("model.norm", "model.norm")])
+def test_weights_of_a_tensor_class_of_their_own_keep_their_meaning(place, noted):
     model = build("llama")
+    stock = copy.deepcopy(model)
     with tfk.patch(model) as report:
-        norm = model.get_submodule(NORM)
-        norm.weight = nn.Parameter(norm.weight.detach().as_subclass(Doubled))
-        logits(model)
-        assert report.fallbacks["model.layers.0"] == {
-            "post_attention_layernorm has weights that are no ordinary tensors": 1
-        }
+        for m in (stock, model):
+            norm = m.get_submodule(place)
+            norm.weight = nn.Parameter(norm.weight.detach().as_subclass(Tripling))
+        torch.testing.assert_close(logits(model), logits(stock))
+        (reason,) = report.fallbacks[noted]
+        assert reason.endswith("no ordinary tensors")
 
 
 def test_mixtures_of_experts_take_attention_without_a_word():

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..nn._bypass import ordinary
 from . import block, guard
 from .source import says
 
@@ -46,6 +47,8 @@ class Known:
         """None where the fused code may run now, else why not."""
         if guard.hooked_everywhere():
             return guard.GLOBAL_HOOKS
+        if not ordinary(*module._parameters.values()):
+            return "its weights are no ordinary tensors"
         for path, cls in self.reads.items():
             reason = guard.why_not_plain(module, path, cls)
             if reason is not None:

@@ -26,7 +26,9 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
 
     ``torch.jit.trace`` works under ``torch.no_grad()`` and with ``check_trace=False``, for the shapes it is shown: a
     trace cannot keep the Python by which the ops record gradients, and its check takes the same graph with other names
-    for another one.
+    for another one. ``torch.jit.script`` reads the source of forwards and takes no patched model. A patched nn.Linear
+    is one for isinstance, but not for tools that ask for exactly that class: ``torch.ao.quantization.quantize_dynamic``
+    leaves it as it is, so quantize first.
 
     Args:
         model: any module; patching a patched model applies the new options to it.
