@@ -115,7 +115,9 @@ class Int8Linear(nn.Module):
         if end - begin < self.out_features:
             weight, scale, bias = weight[begin:end], scale[begin:end], None if bias is None else bias[begin:end]
         x, bias = as_autocast(x, bias)
-        return ops.int8_linear(x, weight, scale, bias, dynamic=self.dynamic, backend=_offered(self.backend))
+        return ops.int8_linear(
+            x, weight, scale, bias, dynamic=self.dynamic, backend=_offered("int8_linear", self.backend)
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         scale = self.scale
@@ -141,13 +143,13 @@ def int8_feed_forward(x: Tensor, first: Any, activation: str, second: Any, gate:
     gates = {} if gate is None else {"gate": gate.weight, "gate_scale": gate.scale}
     return ops.int8_ffn(
         x, first.weight, first.scale, b1, second.weight, second.scale, b2, activation=activation, **gates,
-        backend=_offered(first.backend),
+        backend=_offered("int8_ffn", first.backend),
     )  # fmt: skip
 
 
-def _offered(backend: str | None) -> str | None:
+def _offered(op: str, backend: str | None) -> str | None:
     """As everywhere in nn, a forced backend that has no such kernels is not meant for linear layers."""
-    return backend if backend is not None or _backend.offers("int8_linear") else "aten"
+    return backend if backend is not None or _backend.offers(op) else "aten"
 
 
 class Int8MultiheadAttention(MultiheadAttention):
