@@ -44,7 +44,7 @@ class Int8Linear(nn.Module):
         dynamic: rounds each row of the input to int8 as well, for a product of integers.
         device: of weight, scale and bias.
         dtype: of bias, input and output.
-        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
 
     Shape:
         x (..., K) -> (..., N).
