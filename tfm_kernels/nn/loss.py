@@ -61,7 +61,7 @@ class LinearCrossEntropyLoss(_WeightedLoss):
         ignore_index: a target that counts for nothing, None for -100; must be None for probabilities.
         label_smoothing: the share of the target's probability that all classes get evenly, in [0, 1].
         options: torch's LinearCrossEntropyOptions, kept and not looked at.
-        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
 
     Shape:
         input (..., E), target (..., d1, ..., dK) of class numbers, int64, or (..., V, d1, ..., dK) of probabilities,
