@@ -194,20 +194,22 @@ def register_attention(
         what: for the report.
         turns: turns(module) tells whether it has rotary positions at all.
     """
+    fuse = _fuse_attention(known, project, options, turns)
+    register_recipe(Recipe(f"{family}.attention", turns_halves(known), fuse, what), first=False)
+
+
+def turns_halves(known: Known) -> Callable[[nn.Module], bool]:
+    """What recognises an attention of this code, in whose file rotary positions are those of ops.rotary, in halves."""
 
     def recognise(module: nn.Module) -> bool:
-        """What is not known still has its attention through the registry, and is no failure."""
-        return known.recognise(module) is True and turns_halves(module)
+        """What is not known still has its attention as its model calls it, and is no failure."""
+        if known.recognise(module) is not True:
+            return False
+        own = huggingface.file_of(module)
+        turn, half = (source.fingerprint(getattr(own, name, len)) for name in ("apply_rotary_pos_emb", "rotate_half"))
+        return turn in _HALVES and half == _ROTATE_HALF
 
-    fuse = _fuse_attention(known, project, options, turns)
-    register_recipe(Recipe(f"{family}.attention", recognise, fuse, what), first=False)
-
-
-def turns_halves(module: nn.Module) -> bool:
-    """Whether the rotary positions in a module's file are those of ops.rotary, pairs in halves."""
-    own = huggingface.file_of(module)
-    turn, half = (source.fingerprint(getattr(own, name, len)) for name in ("apply_rotary_pos_emb", "rotate_half"))
-    return turn in _HALVES and half == _ROTATE_HALF
+    return recognise
 
 
 def register_layer(

@@ -61,14 +61,8 @@ def _fuse(original: Any) -> type:
     return Fused
 
 
-def _recognise(module: nn.Module) -> bool:
-    return _ATTENTION.recognise(module) is True and turns_halves(module)
-
-
-register_recipe(
-    Recipe("falcon.attention", _recognise, _fuse, "rotary positions in one pass, and attention", _ATTENTION.covers),
-    first=False,
-)
+_WHAT = "rotary positions in one pass, and attention"
+register_recipe(Recipe("falcon.attention", turns_halves(_ATTENTION), _fuse, _WHAT, _ATTENTION.covers), first=False)
 register_feed_forward(
     "falcon.mlp",
     Known({"forward": "935b9f767ae1"}, {"dense_h_to_4h": _LINEAR, "dense_4h_to_h": _LINEAR}, (), "act", shares=True),

@@ -45,15 +45,11 @@ def _fuse_attention(original: Any) -> type:
     return Fused
 
 
-def _recognise_attention(module: nn.Module) -> bool:
-    return _ATTENTION.recognise(module) is True and turns_halves(module)
-
-
 def _side_by_side(layer: Any) -> str | None:
     return "its branches run side by side, so that no norm follows a sum in it" if layer.use_parallel_residual else None
 
 
-register_recipe(Recipe("gpt_neox.attention", _recognise_attention, _fuse_attention, ATTENTION), first=False)
+register_recipe(Recipe("gpt_neox.attention", turns_halves(_ATTENTION), _fuse_attention, ATTENTION), first=False)
 register_layer(
     "gpt_neox", _LAYER, why_not=_side_by_side, attention="attention", after_mlp="post_mlp_dropout",
     dropout="post_attention_dropout",

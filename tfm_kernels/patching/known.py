@@ -33,6 +33,13 @@ class Known:
     activation: str | None = None
     calls: tuple[str, ...] = field(default=())
     shares: bool = False
+    _passed: dict[str, tuple[str, ...]] = field(
+        init=False, repr=False, compare=False
+    )  # of ``passes``: keys of ``code``
+
+    def __post_init__(self) -> None:
+        own = {path: tuple(place for place in self.code if place.rpartition(".")[0] == path) for path in self.passes}
+        object.__setattr__(self, "_passed", own)
 
     def recognise(self, module: nn.Module) -> bool | str:
         """True for a module of this kind, False for another, part of a sentence for one that only looks like it."""
@@ -53,9 +60,8 @@ class Known:
             reason = guard.why_not_plain(module, path, cls)
             if reason is not None:
                 return reason
-        for path in self.passes:
+        for path, own in self._passed.items():
             reason = guard.why_not_left_alone(module, path)
-            own = (place for place in self.code if place.rpartition(".")[0] == path)
             if reason is None and not all(self._says(module, place) for place in own):  # another may be in its place
                 reason = f"{path} is {type(guard.child(module, path)).__name__}, whose forward is not the known one"
             if reason is not None:

@@ -14,7 +14,6 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,11 +27,12 @@ _IGNORED = {"annotation", "returns", "decorator_list", "type_comment", "type_par
 
 def fingerprint(function: Callable[..., Any]) -> str | None:
     """Twelve hexadecimal digits of a method's statements, below its decorators; None where there is no source."""
-    return _fingerprint(inspect.unwrap(function))
+    if function not in _said:
+        _said[function] = _read(inspect.unwrap(function))
+    return _said[function]
 
 
-@cache
-def _fingerprint(function: Callable[..., Any]) -> str | None:
+def _read(function: Callable[..., Any]) -> str | None:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -64,11 +64,9 @@ def says(module: Any, method: str, *known: str) -> bool:
     """
     cls: Any = original_class(module)
     function = getattr(cls, method, len)
-    if function not in _said:
-        if torch.compiler.is_compiling():
-            return False
-        _said[function] = fingerprint(function)
-    return cls.__call__ is nn.Module.__call__ and _said[function] in known
+    if function not in _said and torch.compiler.is_compiling():
+        return False
+    return cls.__call__ is nn.Module.__call__ and fingerprint(function) in known
 
 
 def main(names: list[str]) -> None:
