@@ -1,11 +1,13 @@
 """python -m bench.decoders: transformers' decoder-only models, patched; bench/results/<device>/models/decoders.json.
 
 A Llama of SmolLM2-135M's sizes and a Qwen 3 of half its depth, with random weights: a prompt's forward, greedy
-generation with the cache, one row and several, and a step of training without its optimizer; Hugging Face's model with
-SDPA, the same patched, and for generation by weights of 8 bits, each in float32 and bfloat16. What prove() says of the
-smaller model comes first: where it fails nothing is timed. In turns, in an order shuffled anew each round.
+generation with the cache, one row and several, tokens under torch.compile with a static cache, and a step of training
+without its optimizer. Hugging Face's model with SDPA, the same patched, and for generation by weights of 8 bits, each
+in float32 and bfloat16. What prove() says of the smaller model comes first: where it fails nothing is timed. In turns,
+in an order shuffled anew each round.
 
-python -m bench.decoders                       everything, about 50 seconds a case on 2 cores; needs the extra [demo]
+python -m bench.decoders                       everything, a minute a case on 2 cores, five with torch.compile; needs
+                                               the extra [demo]
 python -m bench.decoders --only "generation"   the cases whose name matches
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,10 +59,10 @@ def proven(family: str) -> None:
         assert report.passed, report.table()
 
 
-def candidates(family: str, *, schemes: Sequence[str] = ()) -> dict[str, Any]:
+def candidates(family: str, *, schemes: Sequence[str] = (), **changes: Any) -> dict[str, Any]:
     """Who is timed: stock and patched in both types, and patched with weights of 8 bits."""
     proven(family)
-    model = build(family)
+    model = build(family, **changes)
     wide = {STOCK: model, "patched": copy.deepcopy(model)}
     found = wide | {f"{who}, bfloat16": copy.deepcopy(given).bfloat16() for who, given in wide.items()}
     for scheme in schemes:
@@ -94,6 +97,31 @@ def generation(family: str, rows: int, length: int, new: int) -> tuple[whole.Run
     return runs, {who: float((run() == truth).float().mean()) for who, run in runs.items()}
 
 
+def compiled(family: str, layers: int, new: int) -> tuple[whole.Runs, None]:
+    """Tokens of one row, each by a compiled forward with a cache whose size is fixed."""
+    from transformers import StaticCache
+
+    torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 64  # a graph or two for each model: they are of one class
+    ids = tokens(1, new)
+
+    def steps(model: Any) -> Callable[[], None]:
+        cache = StaticCache(config=model.config, max_cache_len=new)
+        keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        forward = torch.compile(model)
+
+        @torch.no_grad()
+        def run() -> None:
+            cache.reset()
+            for i in range(new):
+                forward(ids[:, i : i + 1], use_cache=True, **{keyword: cache})
+
+        return run
+
+    found = candidates(family, schemes=("int8_weight_only",), num_hidden_layers=layers)
+    return {who: steps(model) for who, model in found.items()}, None
+
+
 def training(family: str, rows: int, length: int) -> tuple[whole.Runs, None]:
     """Forward with the loss, and backward."""
     ids = tokens(rows, length)
@@ -113,6 +141,7 @@ CASES: dict[str, Callable[[], tuple[whole.Runs, Any]]] = {
     "Llama, prompt of 1 x 256 tokens": lambda: prompt("Llama", 1, 256),
     "Llama, generation, 1 row, 32 + 32 tokens": lambda: generation("Llama", 1, 32, 32),
     "Llama, generation, 8 rows, 32 + 32 tokens": lambda: generation("Llama", 8, 32, 32),
+    "Llama of 10 layers, torch.compile, static cache, 1 row, 32 tokens": lambda: compiled("Llama", 10, 32),
     "Llama, training, 1 x 256 tokens": lambda: training("Llama", 1, 256),
     "Qwen3, prompt of 1 x 256 tokens": lambda: prompt("Qwen3", 1, 256),
     "Qwen3, generation, 1 row, 32 + 32 tokens": lambda: generation("Qwen3", 1, 32, 32),

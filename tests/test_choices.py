@@ -242,3 +242,64 @@ def test_symbolic_sizes_are_checked():
 
     graph = make_fx(lambda x: ops.layer_norm(x, backend="aten"), tracing_mode="symbolic")(torch.randn(3, 8))
     assert graph(torch.randn(5, 8)).shape == (5, 8)
+
+
+def operators(graph):
+    """The names of this package's operators in a graph."""
+    return {node.target.name() for node in graph.nodes if str(node.target).startswith("tfm_kernels.")}
+
+
+def compiled_operators(call, x, dynamic):
+    """The operators in what compiled code makes of call(x); its result must be that of the call itself."""
+    found = set()
+
+    def read(module, _):
+        found.update(operators(module.graph))
+        return module.forward
+
+    torch.compiler.reset()
+    given = x.clone()
+    if dynamic:
+        torch._dynamo.mark_dynamic(given, 0)
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend=read)(given), call(x))
+    return found
+
+
+def integers(*shape):
+    return torch.arange(shape[0] * shape[1], dtype=torch.int8).view(shape) - 20, torch.full(shape[:1], 0.01)
+
+
+INT8 = {
+    "int8_linear_fwd_cpu": lambda x: ops.int8_linear(x, *integers(6, 8)),
+    "int8_ffn_fwd_cpu": lambda x: ops.int8_ffn(x, *integers(6, 8), None, *integers(3, 6), None),
+}
+
+
+@pytest.mark.parametrize("kernel", INT8)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_keeps_weights_of_8_bits_as_they_are(kernel, dynamic, x):
+    """PyTorch's functions would write them out as floats at every call."""
+    assert compiled_operators(INT8[kernel], x, dynamic) == {f"tfm_kernels::{kernel}"}
+
+
+@pytest.mark.parametrize("nearest", PROCESSORS)
+def test_compiled_code_takes_the_linear_kernel_of_few_rows_that_it_knows(nearest, x, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", nearest)
+    weight, row = torch.ones(6, 8), torch.ones(1, 512)
+    large = torch.ones(256, 512)
+    assert compiled_operators(lambda x: ops.linear(x, weight), x, False) == {"tfm_kernels::linear_fwd_cpu"}
+    assert compiled_operators(lambda x: ops.linear(x, large), row, False) == {"tfm_kernels::linear_fwd_cpu"}
+    assert not compiled_operators(lambda x: ops.linear(x, weight), x, True), "it would be bound to a range of rows"
+    assert not compiled_operators(lambda x: ops.linear(x, weight), x.repeat(200, 1), False)
+
+
+@pytest.mark.parametrize("kernel", [*INT8, "linear_fwd_cpu"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_run_where_this_package_is_not(kernel, strict, x):
+    class Step(torch.nn.Module):
+        def forward(self, x):
+            return INT8[kernel](x) if kernel in INT8 else ops.linear(x, torch.ones(6, 8))
+
+    program = torch.export.export(Step(), (x,), strict=strict)
+    assert not operators(program.graph)
+    torch.testing.assert_close(program.module()(x), Step()(x))

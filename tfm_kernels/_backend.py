@@ -135,9 +135,9 @@ def forced() -> str | None:
 def cpu_first(device: str, faster: bool = True) -> tuple[str, ...]:
     """The order of automatic choice of an op without gradients: cpu's kernels where they are ``faster``.
 
-    Compiled graphs, which must not depend on sizes, take PyTorch's own functions, which they see into.
+    Exported programs take PyTorch's own functions, which run where this package is not.
     """
-    if faster and device == "cpu" and not torch.compiler.is_compiling():
+    if faster and device == "cpu" and not torch.compiler.is_exporting():
         return ("cpu", "aten", "reference")
     return ("aten", "reference")
 

@@ -159,6 +159,18 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def certain(condition: Any) -> bool:
+    """Whether a condition on sizes holds. Of dynamic sizes compiled code says so only where no guard is needed for it.
+
+    A guard would bind the graph, or an exported program, to a range of sizes.
+    """
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # sympy: not for every import
+
+    return statically_known_true(condition)
+
+
 def missing(op: str, backend: str, directions: Sequence[str] = ("fwd", "bwd")) -> str | None:
     """None where the backend's kernels of these directions of ``op`` can be called, else one sentence why not."""
     if transformed():

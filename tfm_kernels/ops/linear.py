@@ -59,13 +59,14 @@ _ONE_ROW_FROM = {_library.XEON: 1 << 17, _library.ZEN3: 1 << 16, _library.ZEN4: 
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
-    faster = call.rows in _FASTER[_library.nearest].get(call.dtype, ()) or _is_row_of_much(call)
-    return _backend.cpu_first(call.device, faster)
+    rows = _FASTER[_library.nearest].get(call.dtype, range(0))
+    many = _library.certain(call.rows >= rows.start) and _library.certain(call.rows < rows.stop)
+    return _backend.cpu_first(call.device, many or _is_row_of_much(call))
 
 
 def _is_row_of_much(call: Call) -> bool:
-    size = call.width * call.out
-    return call.rows == 1 and call.dtype == torch.float32 and size >= _ONE_ROW_FROM[_library.nearest]
+    much = call.dtype == torch.float32 and call.width * call.out >= _ONE_ROW_FROM[_library.nearest]
+    return much and _library.certain(call.rows == 1)
 
 
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:

@@ -58,7 +58,7 @@ REMARKS = {"triton": _backend.UNPROVEN}
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
-    return _backend.cpu_first(call.device)
+    return _backend.cpu_first(call.device, not torch.compiler.is_compiling())  # a compiler makes one pass of aten's
 
 
 def describe(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Call:

@@ -29,11 +29,12 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = x.numel() // max(x.shape[-1], 1)
-    if not torch.compiler.is_compiling() and _alone(x, weight, bias):
+    if _alone(x, weight, bias):
         y = linear_by_kernel(x, weight, bias)
         if y is not None:
             return y
-        if x.dtype == torch.float32 and rows >= _ONEDNN_ROWS and onednn.gains():
+        compiling = torch.compiler.is_compiling()  # it has products of its own
+        if not compiling and x.dtype == torch.float32 and rows >= _ONEDNN_ROWS and onednn.gains():
             return onednn.product(x, weight, bias)  # it adds the bias as it stores; F.linear takes a pass of its own
     if x.dtype in onednn.EMULATED and weight.dtype == x.dtype and _widens(rows):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
@@ -41,21 +42,12 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
 
 
 def _widens(rows: Any) -> bool:
-    """Whether a product in an emulated type gains by float32; autocast, which has a type of its own, is left alone.
-
-    Compiled code asks only what it knows without a guard: one would bind an exported program to a range of rows.
-    """
-    if torch.is_autocast_enabled("cpu"):
-        return False
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # sympy: not for every import
-
-        return statically_known_true(rows >= _WIDEN_ROWS)
-    return rows >= _WIDEN_ROWS
+    """Whether a product in an emulated type gains by float32; autocast, which has a type of its own, is left alone."""
+    return not torch.is_autocast_enabled("cpu") and _library.certain(rows >= _WIDEN_ROWS)
 
 
 def _alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the call is nobody's matter but ours: no gradient, no transform, no autocast, one dtype."""
     if _check.records_graph(x, weight, bias) or _library.transformed():
         return False
-    return weight.dtype == x.dtype and not torch.is_autocast_enabled("cpu") and x.numel() > 0
+    return weight.dtype == x.dtype and not torch.is_autocast_enabled("cpu") and _library.certain(x.numel() > 0)
