@@ -31,9 +31,10 @@ def main() -> None:
                 for dynamic in (False, True):
                     tfk.ops.int8_linear(x, *first, bias, dynamic=dynamic, backend="cpu")
                 gate = dict(zip(("gate", "gate_scale"), whole(537, 70), strict=True))
-                for gated in ({}, gate):
-                    tfk.ops.int8_ffn(x, *first, bias, *second, None, activation="gelu", **gated, backend="cpu")
-                count += 5
+                for gated, dynamic in itertools.product(({}, gate), (False, True)):
+                    more = {"activation": "gelu", "dynamic": dynamic, "backend": "cpu", **gated}
+                    tfk.ops.int8_ffn(x, *first, bias, *second, None, **more)
+                count += 7
         for dtype, grows in itertools.product((torch.float32, torch.bfloat16), (True, False)):
             given = [torch.randn(*shape, dtype=dtype) for shape in ((9, 1, 24), (72, 24), (72,), (7, 24), (7,))]
             kept = [torch.randn(9 if grows else 3, 3, 11, 8, dtype=dtype) for _ in range(2)]

@@ -203,6 +203,7 @@ FUNCTIONS = {
         set(),
         {
             "activation": ["tanh", "RELU", None, 3, torch.relu],
+            "dynamic": FLAGS,
             **{name: [torch.zeros(12, 8), torch.zeros(12, 8, dtype=torch.uint8)] for name in ("w1", "gate")},
             "w2": [torch.zeros(8, 12), torch.zeros(8, 12, dtype=torch.int32)],
             "scale1": [torch.ones(12, dtype=kind) for kind in (torch.float16, torch.float64)],

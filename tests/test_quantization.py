@@ -70,15 +70,24 @@ def test_a_model_is_that_of_the_rounded_weights(name, scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @torch.no_grad()
-def test_feed_forward_blocks_go_by_one_op_where_dynamic(scheme, monkeypatch):
+def test_feed_forward_blocks_go_by_one_op(scheme, monkeypatch):
+    """Of any rows where dynamic, else of few."""
     calls, original = [], tfk.ops.int8_ffn
     monkeypatch.setattr(tfk.ops, "int8_ffn", lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
     gated = nn.Sequential(tfk.nn.FeedForward(8, 16, 0.0, "silu", gated=True))
-    for model, x in (models()["causal"][:2], (gated, (torch.randn(3, 8),))):
+    for model, x in ((models()["causal"][0], (IDS[:, :8],)), (gated, (torch.randn(3, 8),))):
         plain = model.eval()(*x)
         tfk.quantize(model, scheme)
         assert distance(model(*x), plain) < COARSE
-    assert len(calls) == (3 if scheme == "int8_dynamic" else 0)
+    assert len(calls) == 3
+    for rows, one_op in ((32, True), (33, scheme == "int8_dynamic")):
+        calls.clear()
+        gated(torch.randn(rows, 8))
+        assert bool(calls) is one_op, rows
+    calls.clear()
+    with tfk.use_backend("aten"):
+        gated(*x)
+    assert bool(calls) is (scheme == "int8_dynamic")
     gated[0].linear1.register_forward_hook(lambda *_: calls.clear())  # a watched layer is called
     gated(*x)
     assert not calls

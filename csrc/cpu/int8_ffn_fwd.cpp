@@ -4,7 +4,8 @@
 //          takes them, which a transposed activation is rounded into without being turned.
 // Traffic: x and y once; the weights, a byte each, once a tile, from L3. 4*M*E*F operations in
 //          int32, exactly, 6 with a gate.
-// Limits:  none. Few rows go feature by feature through int8_linear_fwd instead.
+// Limits:  none. Few rows, and all whose numbers are not rounded, go feature by feature through
+//          int8_linear_fwd instead.
 // Source:  own work.
 #include "hidden.h"
 #include "int8_products.h"
@@ -127,28 +128,28 @@ namespace {
 
 constexpr int64_t kTile = 64;
 
-// Few rows: the features of both products are dealt out, which tiles of rows cannot be.
+// The features of both products are dealt out, which tiles of rows cannot be.
 at::Tensor by_features(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& s1,
                        const OptionalTensor& b1, const at::Tensor& w2, const at::Tensor& s2,
                        const OptionalTensor& b2, const OptionalTensor& gate,
-                       const OptionalTensor& s_gate, Activation activation) {
+                       const OptionalTensor& s_gate, Activation activation, bool dynamic) {
   const auto compute = compute_type(x.scalar_type());
   const auto wide = [&](const OptionalTensor& t) {
     return t ? OptionalTensor(t->to(compute)) : std::nullopt;
   };
   const at::Tensor rows = x.to(compute);
-  at::Tensor hidden = int8_linear_fwd_cpu(rows, w1, s1, wide(b1), true), gated;
-  if (gate) gated = int8_linear_fwd_cpu(rows, *gate, *s_gate, std::nullopt, true);
+  at::Tensor hidden = int8_linear_fwd_cpu(rows, w1, s1, wide(b1), dynamic), gated;
+  if (gate) gated = int8_linear_fwd_cpu(rows, *gate, *s_gate, std::nullopt, dynamic);
   TFM_KERNEL(int8_ffn_activate)
   (activation, dtype_of(compute), hidden.numel(), hidden.mutable_data_ptr(),
    gate ? gated.const_data_ptr() : nullptr);
-  return int8_linear_fwd_cpu(hidden, w2, s2, wide(b2), true).to(x.scalar_type());
+  return int8_linear_fwd_cpu(hidden, w2, s2, wide(b2), dynamic).to(x.scalar_type());
 }
 
 at::Tensor int8_ffn_fwd_cpu(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& s1,
                             const OptionalTensor& b1, const at::Tensor& w2, const at::Tensor& s2,
                             const OptionalTensor& b2, const OptionalTensor& gate,
-                            const OptionalTensor& s_gate, int64_t activation) {
+                            const OptionalTensor& s_gate, int64_t activation, bool dynamic) {
   constexpr const char* kOp = "int8_ffn_fwd_cpu";
   check_floating(x, kOp, "x");
   TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2, kOp,
@@ -159,14 +160,16 @@ at::Tensor int8_ffn_fwd_cpu(const at::Tensor& x, const at::Tensor& w1, const at:
   check_int8_weight(w1, s1, F, E, kOp, "w1");
   check_int8_weight(w2, s2, Eo, F, kOp, "w2");
   if (gate) check_int8_weight(*gate, *s_gate, F, E, kOp, "gate");
-  check_integer_width(E, kOp, "x");
-  check_integer_width(F, kOp, "w2");
+  if (dynamic) {
+    check_integer_width(E, kOp, "x");
+    check_integer_width(F, kOp, "w2");
+  }
   check_vector(b1, F, x, kOp, "b1");
   check_vector(b2, Eo, x, kOp, "b2");
   const auto act = static_cast<Activation>(activation);
   const int64_t threads = at::get_num_threads(), tiles = ceil_div(M, kTile);
-  if (tiles < 2 * threads || F == 0)
-    return by_features(x, w1, s1, b1, w2, s2, b2, gate, s_gate, act);
+  if (!dynamic || tiles < 2 * threads || F == 0)
+    return by_features(x, w1, s1, b1, w2, s2, b2, gate, s_gate, act, dynamic);
 
   at::Tensor y = new_output({M, Eo}, x.options());
   const at::Tensor rows = unit_rows(x);

@@ -12,13 +12,14 @@ from tfm_kernels.testing.float64 import assert_same_in_float64
 
 BACKENDS = ["reference", "aten", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+WAYS = [False, True]  # dynamic
 ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu"]
 # rows, width, hidden, out: few rows go by features, 640 and more by tiles on 5 threads, on one from 128
 FEW = [(1, 1, 1, 1), (5, 17, 33, 3), (40, 64, 200, 24)]
 TILES = [(128, 33, 101, 20), (150, 64, 256, 64), (333, 40, 97, 130), (700, 513, 30, 5)]
 
 
-def block(rows, width, hidden, out, dtype=torch.float32, bias=True, gated=False, activation="gelu"):
+def block(rows, width, hidden, out, dtype=torch.float32, bias=True, gated=False, activation="gelu", dynamic=True):
     generator = torch.Generator().manual_seed(1000 * rows + width)
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
 
@@ -30,6 +31,7 @@ def block(rows, width, hidden, out, dtype=torch.float32, bias=True, gated=False,
     w2, scale2 = weight(out, hidden)
     given = {"x": draw(rows, width), "w1": w1, "scale1": scale1, "b1": draw(hidden) if bias else None, "w2": w2}
     given |= {"scale2": scale2, "b2": draw(out) if bias else None, "activation": activation}
+    given["dynamic"] = dynamic
     if gated:
         given["gate"], given["gate_scale"] = weight(hidden, width)
     return given
@@ -41,8 +43,9 @@ def test_contract(dtype, size):
     with on_threads(1):
         for i, activation in enumerate(ACTIVATIONS):
             for gated in (False, True):
-                given = block(*size, dtype, (i + gated) % 2 == 0, gated, activation)
-                assert_contract("int8_ffn", given, "cpu", backward=False)
+                for dynamic in WAYS:
+                    given = block(*size, dtype, (i + gated) % 2 == 0, gated, activation, dynamic)
+                    assert_contract("int8_ffn", given, "cpu", backward=False)
 
 
 @pytest.mark.parametrize("backend", ["reference", "aten"])
@@ -50,14 +53,16 @@ def test_contract(dtype, size):
 @pytest.mark.parametrize("gated", [False, True])
 def test_contract_of_the_others(backend, dtype, gated):
     for activation in ACTIVATIONS:
-        given = block(33, 24, 40, 12, dtype, gated=gated, activation=activation)
-        assert_contract("int8_ffn", given, backend, backward=False)
+        for dynamic in WAYS:
+            given = block(33, 24, 40, 12, dtype, gated=gated, activation=activation, dynamic=dynamic)
+            assert_contract("int8_ffn", given, backend, backward=False)
 
 
+@pytest.mark.parametrize("dynamic", WAYS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_judge_sees_what_is_lost(gated):
-    """A bias, a product, a step of one integer of the hidden activation, and a row that is not rounded at all."""
-    given = block(33, 24, 40, 12, gated=gated)
+def test_the_judge_sees_what_is_lost(gated, dynamic):
+    """A bias, a product, a step of one integer of the hidden activation, and rows rounded or not where they should."""
+    given = block(33, 24, 40, 12, gated=gated, dynamic=dynamic)
     y = tfk.ops.int8_ffn(**given, backend="reference")
     judge("int8_ffn", given, {"y": y}).raise_broken()
     x, w1, w2 = given["x"], given["w1"].float() * given["scale1"][:, None], given["w2"] * given["scale2"][:, None]
@@ -65,28 +70,31 @@ def test_the_judge_sees_what_is_lost(gated):
     hidden = hidden * (x @ (given["gate"].float() * given["gate_scale"][:, None]).T) if gated else hidden
     step = hidden.abs().amax(1, keepdim=True) / 127
     bias = given["b2"] * (torch.arange(12) == 5)
-    for wrong in (y - bias, y - hidden[:, -1:] * w2[:, -1], y + step * w2[:, 7], hidden @ w2.T + given["b2"]):
+    other = tfk.ops.int8_ffn(**(given | {"dynamic": not dynamic}), backend="reference")
+    for wrong in (y - bias, y - hidden[:, -1:] * w2[:, -1], y + step * w2[:, 7], other):
         with pytest.raises(ContractError):
             judge("int8_ffn", given, {"y": wrong}).raise_broken()
 
 
+@pytest.mark.parametrize("dynamic", WAYS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "shape", [(0, 4, 5, 3), (4, 0, 5, 3), (4, 3, 0, 5), (4, 3, 5, 0), (200, 3, 0, 5), (0, 0, 0, 0)]
 )
-def test_nothing_of_something(backend, shape):
-    given = block(*shape, activation="relu")
+def test_nothing_of_something(backend, shape, dynamic):
+    given = block(*shape, activation="relu", dynamic=dynamic)
     y = tfk.ops.int8_ffn(**given, backend=backend)
     assert y.shape == (shape[0], shape[3])
     if shape[2] == 0:
         assert torch.equal(y, given["b2"].expand(shape[0], shape[3]))
 
 
+@pytest.mark.parametrize("dynamic", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [6, 300])
-def test_any_strides_and_leading_axes(dtype, rows):
+def test_any_strides_and_leading_axes(dtype, rows, dynamic):
     """Bit for bit."""
-    given = block(rows, 24, 40, 12, dtype, gated=True)
+    given = block(rows, 24, 40, 12, dtype, gated=True, dynamic=dynamic)
     expected = tfk.ops.int8_ffn(**given, backend="cpu")
     assert expected.shape == (rows, 12) and expected.dtype == dtype and expected.is_contiguous()
     y = tfk.ops.int8_ffn(**(given | {"x": given["x"].view(2, 3, -1, 24)}), backend="cpu")
@@ -94,6 +102,23 @@ def test_any_strides_and_leading_axes(dtype, rows):
     invariance.assert_view_equals_contiguous("int8_ffn", given, "cpu", backward=False)
     turned = {name: given[name].T.contiguous().T for name in ("w1", "w2", "gate")}
     assert torch.equal(tfk.ops.int8_ffn(**(given | turned), backend="cpu"), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_rows_as_they_are_are_those_of_the_layers_apart(dtype, gated):
+    """Bit for bit, in the type of the hidden activation, on any number of threads."""
+    given = block(40, 70, 53, 40, dtype, gated=gated, activation="relu", dynamic=False)
+    wide = {
+        name: t.to(torch.promote_types(dtype, torch.float32)) for name, t in given.items() if name in ("x", "b1", "b2")
+    }
+    linear = lambda x, weight, scale, bias: tfk.ops.int8_linear(x, given[weight], given[scale], bias, backend="cpu")
+    hidden = linear(wide["x"], "w1", "scale1", wide["b1"]).relu()
+    hidden = hidden * linear(wide["x"], "gate", "gate_scale", None) if gated else hidden
+    expected = linear(hidden, "w2", "scale2", wide["b2"]).to(dtype)
+    for threads in (1, 2, 5):
+        with on_threads(threads):
+            assert torch.equal(tfk.ops.int8_ffn(**given, backend="cpu"), expected), threads
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,13 +186,14 @@ def test_opcheck():
     for rows in (5, 300):
         given = block(rows, 12, 9, 7, gated=True)
         names = ["x", "w1", "scale1", "b1", "w2", "scale2", "b2", "gate", "gate_scale"]
-        arguments = *(given[name] for name in names), 1
+        arguments = *(given[name] for name in names), 1, True
         torch.library.opcheck(torch.ops.tfm_kernels.int8_ffn_fwd_cpu.default, arguments)
 
 
+@pytest.mark.parametrize("dynamic", WAYS)
 @pytest.mark.parametrize("backend", ["aten", "cpu"])
-def test_traced_whole(backend):
-    given = block(25, 16, 8, 8)
+def test_traced_whole(backend, dynamic):
+    given = block(25, 16, 8, 8, dynamic=dynamic)
     x = given.pop("x")
     step = torch.compile(lambda x: tfk.ops.int8_ffn(x, **given, backend=backend) * 2, fullgraph=True, backend="eager")
     assert torch.equal(step(x), tfk.ops.int8_ffn(x, **given, backend=backend) * 2)

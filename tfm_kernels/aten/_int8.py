@@ -1,4 +1,4 @@
-"""PyTorch's own functions for rows that are rounded to int8, for the ops that multiply integers."""
+"""PyTorch's own functions for a linear layer with weights of int8, whose input may be rounded to int8 as well."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ _ZERO_BELOW = 2.0**-119
 _EXACT_ON_CPU: bool = torch.cpu._is_vnni_supported()
 
 
-def dynamic_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, differentiable: bool) -> Tensor:
-    """INT8_LINEAR.2 of ``x`` (M, K), float32 or float64: (M, N) in its type, bias added in it.
+def int8_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool, differentiable: bool
+) -> Tensor:
+    """INT8_LINEAR.1, or .2 where ``dynamic``: (M, K) -> (M, N) in the type of ``x``.
 
     ``differentiable``: by a product of floats, whose derivatives PyTorch knows.
     """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    if dynamic:
+        return _dynamic(x.to(compute), weight, scale, bias, differentiable).to(x.dtype)
+    # scaled first: sums of the integers could overflow float16
+    return F.linear(x, (weight.to(compute) * scale[:, None]).to(x.dtype), bias)
+
+
+def _dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, differentiable: bool) -> Tensor:
     integers, step = _rounded(x.detach())
     if differentiable:
         x = x + (integers * step - x).detach()  # the rounding has no gradient of its own

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._autocast import beyond_autocast
 from ._activation import ACTIVATE
-from ._int8 import dynamic_linear
+from ._int8 import int8_linear
 
 
 @beyond_autocast
@@ -22,11 +22,17 @@ def int8_ffn(
     activation: str,
     gate: Tensor | None,
     gate_scale: Tensor | None,
+    dynamic: bool,
     differentiable: bool,
 ) -> Tensor:
     """(M, E) -> (M, Eo); the arguments are those of ops.int8_ffn, already checked, and whether to differentiate."""
+
+    def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        shift = None if bias is None else bias.to(x.dtype)
+        return int8_linear(x, weight, scale, shift, dynamic, differentiable)
+
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    hidden = ACTIVATE[activation](dynamic_linear(wide, w1, scale1, b1, differentiable))
+    hidden = ACTIVATE[activation](linear(wide, w1, scale1, b1))
     if gate is not None and gate_scale is not None:
-        hidden = hidden * dynamic_linear(wide, gate, gate_scale, None, differentiable)
-    return dynamic_linear(hidden, w2, scale2, b2, differentiable).to(x.dtype)
+        hidden = hidden * linear(wide, gate, gate_scale, None)
+    return linear(hidden, w2, scale2, b2).to(x.dtype)

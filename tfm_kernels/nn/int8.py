@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import _backend, ops
+from .. import _backend, _library, ops
 from .._autocast import as_autocast
 from . import _arguments
 from ._bypass import plain
 from .attention import MultiheadAttention
+
+_FEW = 32  # rows; with more, 16-bit tiles multiply faster than float32, in which ops.int8_ffn has its hidden activation
 
 
 def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,18 +135,29 @@ class Int8Linear(nn.Module):
 
 
 def int8_feed_forward(x: Tensor, first: Any, activation: str, second: Any, gate: Any = None) -> Tensor | None:
-    """second(act(first(x)) [* gate(x)]) by ops.int8_ffn; None where one of these is not a plain dynamic Int8Linear."""
+    """second(act(first(x)) [* gate(x)]) by ops.int8_ffn; None where these are not plain Int8Linear of one kind.
+
+    Layers that are not dynamic gain by it where rows are few, and by a call instead of several then.
+    """
     layers = (first, second) if gate is None else (first, second, gate)
-    if not all(plain(layer, Int8Linear) and layer.dynamic and layer.backend == first.backend for layer in layers):
+    if not all(plain(layer, Int8Linear) for layer in layers):
         return None
-    if gate is not None and gate.bias is not None:
+    if any(layer.dynamic != first.dynamic or layer.backend != first.backend for layer in layers):
+        return None
+    if not (first.dynamic or _few(x, first.backend)) or (gate is not None and gate.bias is not None):
         return None
     x, b1, b2 = as_autocast(x, first.bias, second.bias)
     gates = {} if gate is None else {"gate": gate.weight, "gate_scale": gate.scale}
     return ops.int8_ffn(
         x, first.weight, first.scale, b1, second.weight, second.scale, b2, activation=activation, **gates,
-        backend=_offered("int8_ffn", first.backend),
+        dynamic=first.dynamic, backend=_offered("int8_ffn", first.backend),
     )  # fmt: skip
+
+
+def _few(x: Tensor, backend: str | None) -> bool:
+    """Whether rows that are not rounded go faster by one call: those of the cpu kernels do."""
+    on_cpu = x.device.type == "cpu" and (backend or _backend.forced() or "cpu") == "cpu"
+    return on_cpu and _library.certain(x.shape[:-1].numel() <= _FEW)
 
 
 def _offered(op: str, backend: str | None) -> str | None:

@@ -1,7 +1,7 @@
 """The feed-forward block of a Transformer layer with weights of 8 bits, for inference.
 
-Rows are rounded to int8 before both products, which are products of integers and exact. With n(z) the integers and
-d(z) the step of a row z, INT8_LINEAR.2 of ops/int8_linear.py:
+Where ``dynamic``, rows are rounded to int8 before both products, which are products of integers and exact. With n(z)
+the integers and d(z) the step of a row z, INT8_LINEAR.2 of ops/int8_linear.py, or z itself and 1 where not ``dynamic``:
 
     p = (n(x) w1^T) d(x) scale1 + b1        (M, F)                                            (INT8_FFN.1)
     g = (n(x) gate^T) d(x) gate_scale       (M, F), or 1 without a gate                       (INT8_FFN.2)
@@ -39,6 +39,7 @@ class Call:
     activation: str
     gated: bool
     biased: bool
+    dynamic: bool
     training: bool
 
 
@@ -54,13 +55,15 @@ def prefer(call: Call) -> tuple[str, ...]:
     return _backend.cpu_first(call.device)
 
 
-def describe(x, w1, scale1, b1, w2, scale2, b2, *, activation="relu", gate=None, gate_scale=None) -> Call:
+def describe(x, w1, scale1, b1, w2, scale2, b2, *, activation="relu", gate=None, gate_scale=None, dynamic=True) -> Call:
     """Checks the arguments of int8_ffn()."""
     weights = {"w1": w1, "scale1": scale1, "w2": w2, "scale2": scale2}
     optional = {"b1": b1, "b2": b2, "gate": gate, "gate_scale": gate_scale}
     for name, value in {"x": x, **weights, **optional}.items():
         _check.tensor("int8_ffn", name, value, optional=name in optional)
     _check.choice("int8_ffn", "activation", activation, ACTIVATIONS)
+    if not isinstance(dynamic, bool):
+        raise TypeError(f"int8_ffn: dynamic must be a bool, got {type(dynamic).__name__}")
     _check.floating("int8_ffn", x=x, b1=b1, b2=b2)
     _check.same("int8_ffn", x=x, b1=b1, b2=b2)
     _check.same_device("int8_ffn", x=x, **weights, **optional)
@@ -80,19 +83,21 @@ def describe(x, w1, scale1, b1, w2, scale2, b2, *, activation="relu", gate=None,
     _check.shape("int8_ffn", "w2", w2, (out, hidden), "w1", w1)
     _check.shape("int8_ffn", "b1", b1, (hidden,), "w1", w1)
     _check.shape("int8_ffn", "b2", b2, (out,), "w2", w2)
-    _check.int8_width("int8_ffn", "x", width)
-    _check.int8_width("int8_ffn", "w2", hidden)
+    if dynamic:
+        _check.int8_width("int8_ffn", "x", width)
+        _check.int8_width("int8_ffn", "w2", hidden)
     training = _check.records_graph(x, scale1, b1, scale2, b2, gate_scale)
     biased = b1 is not None or b2 is not None
     rows = math.prod(x.shape[:-1])
-    return Call(x.device.type, x.dtype, rows, width, hidden, out, activation, gate is not None, biased, training)
+    shape = rows, width, hidden, out
+    return Call(x.device.type, x.dtype, *shape, activation, gate is not None, biased, dynamic, training)
 
 
 def bucket(call: Call) -> tuple[str, str]:
     """The device, and what a measured time depends on."""
     return call.device, _measured.bucket(
         call.dtype, rows=_measured.rounded(call.rows), width=call.width, hidden=call.hidden, out=call.out,
-        activation=call.activation, gated=call.gated, training=call.training,
+        activation=call.activation, gated=call.gated, dynamic=call.dynamic, training=call.training,
     )  # fmt: skip
 
 
@@ -107,7 +112,9 @@ def _stand_in(call: Call) -> _backend.StandIn:
     first, second = weight(call.hidden, call.width), weight(call.out, call.hidden)
     gate, steps = weight(call.hidden, call.width) if call.gated else (None, None)
     b1, b2 = (torch.zeros(size, **given) if call.biased else None for size in (call.hidden, call.out))
-    options: dict[str, Any] = {"activation": call.activation, "gate": gate, "gate_scale": steps}
+    options: dict[str, Any] = {
+        "activation": call.activation, "gate": gate, "gate_scale": steps, "dynamic": call.dynamic,
+    }  # fmt: skip
     leaves = [leaf for leaf in (x, b1, b2) if leaf is not None]
     return _backend.StandIn(
         lambda backend: (int8_ffn(x, *first, b1, *second, b2, **options, backend=backend),),
@@ -120,8 +127,8 @@ _CHOICES = _backend.Choices()  # (backend, Call)
 _FWD = _library.declare(
     "int8_ffn_fwd",
     "(Tensor x, Tensor w1, Tensor scale1, Tensor? b1, Tensor w2, Tensor scale2, Tensor? b2, Tensor? gate, "
-    "Tensor? gate_scale, int activation) -> Tensor",
-    lambda x, w1, scale1, b1, w2, scale2, b2, gate, gate_scale, activation: x.new_empty((x.shape[0], w2.shape[0])),
+    "Tensor? gate_scale, int activation, bool dynamic) -> Tensor",
+    lambda x, w1, scale1, b1, w2, *rest: x.new_empty((x.shape[0], w2.shape[0])),
     ("cpu",),
 )
 
@@ -138,14 +145,15 @@ def int8_ffn(
     activation: str = "relu",
     gate: Tensor | None = None,
     gate_scale: Tensor | None = None,
+    dynamic: bool = True,
     backend: str | None = None,
 ) -> Tensor:
-    """Runs each row of ``x`` through linear, activation, optional gate and linear, by products of int8.
+    """Runs each row of ``x`` through linear, activation, optional gate and linear, with weights of int8.
 
     y = int8(act(int8(x) w1^T + b1) [* (int8(x) gate^T)]) w2^T + b2            (INT8_FFN.1 to .4)
 
     Args:
-        x: (..., E), float16 | bfloat16 | float32 | float64. Any strides.
+        x: (..., E), float16 | bfloat16 | float32 | float64. Any strides. E and F <= 131,072 where ``dynamic``.
         w1: (F, E), int8.
         scale1: (F,), float32: the size of a step of each row of ``w1``.
         b1: (F,), dtype of ``x``, or None for no bias.
@@ -155,6 +163,8 @@ def int8_ffn(
         activation: "relu" | "gelu" (by erf) | "gelu_tanh" | "silu".
         gate: (F, E), int8, of the gated family: its product multiplies the activation. None for no gate.
         gate_scale: (F,), float32, with a gate.
+        dynamic: rounds rows of x and of the hidden activation to int8. False multiplies them as they are: for a few
+            rows, where the weights' way from memory is the cost.
         backend: "reference" | "aten" | "cpu", or None to choose automatically.
 
     Returns:
@@ -162,15 +172,16 @@ def int8_ffn(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: shapes, dtypes or devices disagree (the message names argument, expected, got), or E or F is beyond
-            131,072.
+        ValueError: shapes, dtypes or devices disagree (the message names argument, expected, got).
         BackendError: ``backend`` was named and cannot run this call; "cpu" computes no gradients.
 
-    Numerics: the products are exact; the hidden activation is float32 (float64 for float64) until it is rounded to
-        int8, so that its last bit may decide an integer; y is rounded once. Deterministic. A row that holds NaN or an
-        infinity gives NaN. Gradients on reference and aten pass the roundings as if they were not there.
+    Numerics: the hidden activation is float32 (float64 for float64), y is rounded once. Deterministic. Where
+        ``dynamic`` the products are exact, the hidden activation's last bit may decide an integer, and a row that holds
+        NaN or an infinity gives NaN; else sums are in float32 (float64). Gradients on reference and aten pass the
+        roundings as if they were not there.
     Cost: 4 M E F operations (6 with a gate); M = product of the leading dimensions. On cpu many rows go by tiles of 64,
-        which need no memory that grows with M beyond x and y; fewer than 128 a thread keep the hidden activation.
+        which need no memory that grows with M beyond x and y; fewer than 128 a thread, and all where not ``dynamic``,
+        keep the hidden activation.
     Source: Dettmers et al., "LLM.int8()" (2022), section 2.1, for both products of ``ops.ffn``.
 
     Example:
@@ -178,10 +189,10 @@ def int8_ffn(
         >>> int8_ffn(torch.tensor([[1.0, 2.0, -5.0]]), w, steps, None, w, steps, torch.ones(3))
         tensor([[1., 1., 1.]])
     """
-    key = _library.signature(backend, x, w1, scale1, b1, w2, scale2, b2, activation, gate, gate_scale)
+    key = _library.signature(backend, x, w1, scale1, b1, w2, scale2, b2, activation, gate, gate_scale, dynamic)
     choice = _CHOICES.get(key)
     if choice is None:
-        options = {"activation": activation, "gate": gate, "gate_scale": gate_scale}
+        options = {"activation": activation, "gate": gate, "gate_scale": gate_scale, "dynamic": dynamic}
         call = describe(x, w1, scale1, b1, w2, scale2, b2, **options)
         choice = _CHOICES.keep(key, (_backend.select(OP, call, backend), call))
     name, call = choice
@@ -189,11 +200,11 @@ def int8_ffn(
     weights = w1, scale1, b1, w2, scale2, b2
     if name in _FWD:
         index = ACTIVATIONS.index(activation)
-        y = _autograd.below_autograd(_FWD[name], rows, *weights, gate, gate_scale, index)
+        y = _autograd.below_autograd(_FWD[name], rows, *weights, gate, gate_scale, index, dynamic)
         return _autograd.shaped_like(y, x)
     if name == "aten":
         differentiable = call.training or _library.transformed()
-        y = aten.int8_ffn(rows, *weights, activation, gate, gate_scale, differentiable)
+        y = aten.int8_ffn(rows, *weights, activation, gate, gate_scale, dynamic, differentiable)
     else:
-        y = reference.int8_ffn(rows, *weights, activation, gate, gate_scale)
+        y = reference.int8_ffn(rows, *weights, activation, gate, gate_scale, dynamic)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], call.out)

@@ -1,7 +1,8 @@
 """The int8_ffn judge of the forward: float64 truth, and what may be one integer off.
 
-The hidden activation is rounded to integers, and its own rounding may decide those that lie half way between two: the
-bound allows each of these a step, and no other.
+Where dynamic, the hidden activation is rounded to integers, and its own rounding may decide those that lie half way
+between two: the bound allows each of these a step, and no other. Where not, it is ffn's block in float32 (float64) of
+the weights that the integers stand for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ffn
 from .ffn import ACTIVATIONS
 from .int8_linear import rounded
 from .rounding import Expected, rounding
@@ -19,6 +21,8 @@ from .rounding import Expected, rounding
 
 def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], douts: Mapping[str, Tensor | None]):
     """Name -> Expected for y."""
+    if not inputs.get("dynamic", True):
+        return _as_they_are(inputs, outputs)
     given, dtype = inputs["x"], inputs["x"].dtype
     r, leading = rounding(dtype), given.shape[:-1]
     name = inputs.get("activation", "relu")
@@ -59,9 +63,32 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     return {"y": Expected(y.view(out), bound.view(out), dtype, fair=False, summed=summed.view(out))}
 
 
+def _as_they_are(inputs: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> dict[str, Expected]:
+    """Rows that are not rounded: y is rounded once, and each sum has the rounding of its step on top of ffn's."""
+    x = inputs["x"]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    block = ffn.expect("ffn", {**inputs, "x": wide, **_weights(inputs)}, outputs, {})["y"]
+    shortest = max(1, min(inputs["w1"].shape))
+    r, bound = rounding(x.dtype), block.bound * (1 + shortest**-0.5)
+    bound = bound + r.unit * block.value.abs() + r.tiny
+    return {"y": Expected(block.value, bound, x.dtype, fair=block.fair)}
+
+
+def _weights(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The numbers that the integers stand for, float64."""
+    steps = {"w1": "scale1", "w2": "scale2", "gate": "gate_scale"}
+    return {
+        name: inputs[name].double() * inputs[scale].double()[:, None]
+        for name, scale in steps.items()
+        if inputs.get(name) is not None
+    }
+
+
 def eager(op: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """E: the block with the numbers that the integers stand for, rounded to the inputs' own type in between."""
     x = inputs["x"]
+    if not inputs.get("dynamic", True):
+        return ffn.eager("ffn", {**inputs, **{name: w.to(x.dtype) for name, w in _weights(inputs).items()}})
 
     def linear(x: Tensor, name: str, steps: str, bias: str) -> Tensor:
         rows = rounded(x.reshape(x.shape[:-1].numel(), x.shape[-1])).view(x.shape)
