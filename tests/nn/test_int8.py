@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tfm_kernels.nn.int8 import quantized_weight
+from tfm_kernels.nn.int8 import int8_feed_forward, quantized_weight
 from tfm_kernels.testing.float64 import assert_same_in_float64
 from tfm_kernels.testing.int8_linear import rounded
 
@@ -96,6 +96,26 @@ def test_a_gradient_flows_to_the_input_alone(dynamic):
     layer(x).sum().backward()
     expected = (layer.weight * layer.scale[:, None]).sum(0).expand_as(x)
     torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize("dynamic", WAYS)
+@torch.no_grad()
+def test_a_feed_forward_block_by_one_op(dynamic):
+    """With a gate of its own, or in the second half of the first layer's rows; what does not fit is left alone."""
+    first, gate, second, both = (
+        from_linear(linear(torch.float64, False, width, out), dynamic=dynamic)
+        for width, out in ((24, 40), (24, 40), (40, 24), (24, 80))
+    )
+    x = X.double()
+    expected = second(torch.nn.functional.silu(first(x)) * gate(x))
+    assert_same_in_float64(int8_feed_forward(x, first, "silu", second, gate), expected)
+    left, right = both(x).chunk(2, -1)
+    expected = second(torch.nn.functional.silu(left) * right)
+    assert_same_in_float64(int8_feed_forward(x, both, "silu", second, both), expected)
+    biased, other = (from_linear(linear(width=24, out=80), dynamic=way) for way in (dynamic, not dynamic))
+    assert int8_feed_forward(x, biased, "silu", second, biased) is None
+    assert int8_feed_forward(x, other, "silu", second) is None
+    assert int8_feed_forward(x, nn.Linear(24, 40), "silu", second) is None
 
 
 def test_compiles_whole():

@@ -137,7 +137,8 @@ class Int8Linear(nn.Module):
 def int8_feed_forward(x: Tensor, first: Any, activation: str, second: Any, gate: Any = None) -> Tensor | None:
     """second(act(first(x)) [* gate(x)]) by ops.int8_ffn; None where these are not plain Int8Linear of one kind.
 
-    Layers that are not dynamic gain by it where rows are few, and by a call instead of several then.
+    ``gate`` may be ``first``, whose second half of rows then is the gate. Layers that are not dynamic gain where rows
+    are few, by one call instead of several.
     """
     layers = (first, second) if gate is None else (first, second, gate)
     if not all(plain(layer, Int8Linear) for layer in layers):
@@ -147,9 +148,14 @@ def int8_feed_forward(x: Tensor, first: Any, activation: str, second: Any, gate:
     if not (first.dynamic or _few(x, first.backend)) or (gate is not None and gate.bias is not None):
         return None
     x, b1, b2 = as_autocast(x, first.bias, second.bias)
-    gates = {} if gate is None else {"gate": gate.weight, "gate_scale": gate.scale}
+    w1, scale1, gates = first.weight, first.scale, {}
+    if gate is first:
+        (w1, w3), (scale1, scale3) = w1.chunk(2), scale1.chunk(2)
+        gates = {"gate": w3, "gate_scale": scale3}
+    elif gate is not None:
+        gates = {"gate": gate.weight, "gate_scale": gate.scale}
     return ops.int8_ffn(
-        x, first.weight, first.scale, b1, second.weight, second.scale, b2, activation=activation, **gates,
+        x, w1, scale1, b1, second.weight, second.scale, b2, activation=activation, **gates,
         dynamic=first.dynamic, backend=_offered("int8_ffn", first.backend),
     )  # fmt: skip
 

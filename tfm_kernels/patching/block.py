@@ -99,7 +99,7 @@ def feed_forward(
     halves = gate is first
     if any(type(layer) is Int8Linear for layer in (first, second, gate)):
         p = options.get("dropout_p", 0.0)
-        y = int8_feed_forward(x, first, activation, second, gate) if p == 0.0 and not halves else None
+        y = int8_feed_forward(x, first, activation, second, gate) if p == 0.0 else None
         if y is not None:
             return y
         hidden, *gated = linear(x, first).chunk(2 if halves else 1, dim=-1)
