@@ -95,6 +95,8 @@ _GPT = dict(n_embd=32, n_head=4, n_layer=2, n_positions=64)
 _OTHERS = {
     "gpt2": _GPT,
     "gpt_bigcode": _GPT,
+    "gptj": {**_GPT, "rotary_dim": 4},
+    "codegen": {**_GPT, "n_ctx": 64, "rotary_dim": 4},
     "falcon": {"parallel_attn": True, "ffn_hidden_size": 64, "num_kv_heads": 2},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "phimoe": {"original_max_position_embeddings": 32},
@@ -114,6 +116,7 @@ def decoder(family, **changes):
         del settings["head_dim"]  # which it works out itself
     config = hf.AutoConfig.for_model(family, **settings)
     model = hf.AutoModelForCausalLM.from_config(config)
+    model.set_experts_implementation("eager")  # grouped products of experts, where there are any, know no float64
     for parameter in model.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 0.5, 0.2)

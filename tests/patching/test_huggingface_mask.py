@@ -13,7 +13,7 @@ WINDOW, LENGTH = 4, 11
 WINDOWED = ("mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "smollm3", "olmo3")
 OTHERS_WITH_A_WINDOW = ("cohere2", "exaone4", "ministral", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "starcoder2")
 UNWINDOWED = (
-    "apertus arcee bitnet cohere deepseek_v3 ernie4_5 gemma glm glm4 gpt2 gpt_bigcode gpt_neox granite "
+    "apertus arcee bitnet codegen cohere deepseek_v3 ernie4_5 gemma glm glm4 gpt2 gpt_bigcode gpt_neox gptj granite "
     "granitemoe helium hunyuan_v1_dense llama ministral3 nemotron olmo olmo2 olmoe opt persimmon phi seed_oss stablelm"
 ).split()
 ALIKE = ("mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2")  # all layers have the window

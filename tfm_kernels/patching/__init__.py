@@ -2,16 +2,21 @@
 
 from . import bart as bart
 from . import bert as bert
+from . import cohere as cohere
 from . import distilbert as distilbert
 from . import falcon as falcon
 from . import gemma as gemma
 from . import gpt_neox as gpt_neox
+from . import gptj as gptj
+from . import huggingface_norm as huggingface_norm
 from . import huggingface_parts as huggingface_parts
 from . import llama as llama
 from . import olmo as olmo
+from . import phi as phi
 from . import phi3 as phi3
 from . import pre_norm as pre_norm
 from . import sequential as sequential
+from . import starcoder2 as starcoder2
 from . import torch_encoder as torch_encoder
 from . import torch_nn as torch_nn
 from .hand_written import declare_attention as declare_attention

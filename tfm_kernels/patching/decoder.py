@@ -8,26 +8,23 @@ attention reaches ours through transformers' registry. llama.py, gemma.py ... sa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .. import _backend, ops
-from . import block, guard, huggingface, source
-from .huggingface_parts import sum_and_norm, why_not_sum_and_norm
+from . import block, guard, huggingface
+from .huggingface_norm import is_rms, sum_and_norm, why_not_sum_and_norm
 from .known import Known
 from .registry import Recipe, backend, register_recipe
-from .swap import fell_back
+from .rotary import turned, turns
+from .swap import fell_back, original_class
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMED = (*PROJECTIONS, "q_norm", "k_norm")
 ATTENTION = "rotary positions in one pass; attention through transformers' AttentionInterface"
-# apply_rotary_pos_emb of transformers 5.23 and 5.24 (source.py) that turns the first half of a head by the second: the
-# whole head (Llama), a part of it (GPT-NeoX, Phi-3), the whole with the result in the dtype that came (Olmo)
-_HALVES = ("137d53615941", "ac79818ce30e", "f43e6c870a47", "c98b5941dddf")
-_ROTATE_HALF = "d13566b44750"  # what they call
+
+SIDE_BY_SIDE = "its branches run side by side, so that no norm follows a sum in it"
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value: (B, H, T, D)
 
@@ -58,15 +55,6 @@ def windowed_alike(module: Any) -> dict[str, Any]:
     return {"sliding_window": getattr(module.config, "sliding_window", None)}
 
 
-def turned(module: nn.Module, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Query and key by their positions; as the model's own function does it where ops.rotary cannot."""
-    if not _backend.offers("rotary") or any(cos.dtype not in (t.dtype, torch.float32) for t in (query, key)):
-        return huggingface.file_of(module).apply_rotary_pos_emb(query, key, cos, sin)
-    named = backend(module)  # meant for those of the fused ops that have it
-    named = named if named in _backend.OPS["rotary"].support else None
-    return ops.rotary(query, cos, sin, backend=named), ops.rotary(key, cos, sin, backend=named)
-
-
 def attended(
     self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, angles: Any, update: Any, **told: Any
 ) -> tuple[Tensor, Any]:
@@ -80,13 +68,14 @@ def attended(
         mask: as the model made it.
         angles: cos and sin; None where it does not turn them.
         update: update(k, v) -> the keys and values that its cache then holds, or None.
-        told: what else the registry's function is called with.
+        told: what else the registry's function is called with; "dropout" where it is not its ``attention_dropout``.
     """
     if angles is not None:
         q, k = turned(self, q, k, *angles)
     if update is not None:
         k, v = update(k, v)
-    dropout = self.attention_dropout if self.training else 0.0
+    p = told.pop("dropout") if "dropout" in told else self.attention_dropout
+    dropout = p if self.training else 0.0
     y, weights = huggingface.interface(self)(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **told)
     return y.reshape(*y.shape[:-2], -1), weights
 
@@ -95,34 +84,28 @@ def _fuse_attention(
     known: Known,
     project: Callable[[Any, Tensor], Heads],
     options: Callable[[Any], dict[str, Any]],
-    turns: Callable[[Any], bool],
+    angles: Callable[[Any, Any], Any],
+    finish: Callable[[Any, Tensor], Tensor],
 ) -> Callable[[Any], type]:
     def fuse(original: Any) -> type:
-        keyword = huggingface.cache_keyword(original)
+        keyword, named = huggingface.cache_keyword(original), _named(original)
 
         class Fused(original):
-            def forward(
-                self,
-                hidden_states: Tensor,
-                position_embeddings: Any = None,
-                attention_mask: Any = None,
-                cache: Any = None,
-                **kwargs: Any,
-            ) -> tuple[Tensor, Any]:
-                cache = huggingface.cache_of(cache, kwargs)
+            def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+                told = named(args, kwargs)
                 if fell_back(self, known.why_not(self)):
-                    told = {keyword: cache, **kwargs}
-                    return super().forward(hidden_states, position_embeddings, attention_mask, **told)
+                    return super().forward(hidden_states, **told)
+                given, mask, cache = (
+                    told.pop(name, None) for name in ("position_embeddings", "attention_mask", keyword)
+                )
 
                 def update(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-                    return cache.update(k, v, self.layer_idx, **({"kwargs": kwargs} if keyword == "cache" else {}))
+                    return cache.update(k, v, self.layer_idx, **({"kwargs": told} if keyword == "cache" else {}))
 
                 q, k, v = project(self, hidden_states)
-                told = {**options(self), **kwargs}
                 updated = None if cache is None else update
-                angles = position_embeddings if turns(self) else None
-                y, weights = attended(self, q, k, v, attention_mask, angles, updated, **told)
-                return self.o_proj(y), weights
+                y, weights = attended(self, q, k, v, mask, angles(self, given), updated, **{**options(self), **told})
+                return finish(self, y), weights
 
         return Fused
 
@@ -137,6 +120,7 @@ def _fuse_layer(
     after_attention: str | None,
     after_mlp: str | None,
     dropout: str | None,
+    scale: str | None,
 ) -> Callable[[Any], type]:
     def fuse(original: Any) -> type:
         named = _named(original)
@@ -151,10 +135,13 @@ def _fuse_layer(
                 x, _ = guard.child(self, attention)(hidden_states=self.input_layernorm(hidden_states), **told)
                 if after_attention is not None:
                     x = guard.child(self, after_attention)(x)
+                factor = None if scale is None else getattr(self, scale)
+                x = x if factor is None else x * factor
                 p = 0.0 if dropout is None else block.dropout_p(guard.child(self, dropout))
                 y, z = sum_and_norm(x, hidden_states, middle, dropout_p=p, backend=backend(self))
                 y = self.mlp(y)
-                return z + (y if after_mlp is None else guard.child(self, after_mlp)(y))
+                y = y if after_mlp is None else guard.child(self, after_mlp)(y)
+                return z + (y if factor is None else y * factor)
 
         return Fused
 
@@ -162,9 +149,10 @@ def _fuse_layer(
 
 
 def _named(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """How the arguments behind a layer's hidden states are told by name, defaults included."""
+    """How the arguments behind the hidden states of a layer or its attention are told by name, defaults included."""
     parameters = list(inspect.signature(original.forward).parameters.values())[2:]
-    defaults = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    given = (p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    defaults = {p.name: None if p.default is p.empty else p.default for p in given}
     keyword = huggingface.cache_keyword(original)
 
     def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -182,34 +170,48 @@ def register_attention(
     project: Callable[[Any, Tensor], Heads] = plain,
     options: Callable[[Any], dict[str, Any]] = lambda module: {},
     what: str = ATTENTION,
-    turns: Callable[[Any], bool] = lambda module: True,
+    angles: Callable[[Any, Any], Any] = lambda module, given: given,
+    finish: Callable[[Any, Tensor], Tensor] = lambda module, y: module.o_proj(y),
 ) -> None:
-    """A recipe for an attention whose heads are turned in halves.
+    """A recipe for an attention with rotary positions.
 
     Args:
         family: what the recipe is called by.
-        known: its code; it has ``o_proj``.
+        known: its code.
         project: project(module, hidden_states) -> its heads, not yet turned.
         options: options(module) -> what it calls the registry's function with, besides scaling and dropout.
         what: for the report.
-        turns: turns(module) tells whether it has rotary positions at all.
+        angles: angles(module, position_embeddings) gives cos and sin, or None where it turns nothing.
+        finish: finish(module, y) is what it does with the heads' results side by side.
     """
-    fuse = _fuse_attention(known, project, options, turns)
-    register_recipe(Recipe(f"{family}.attention", turns_halves(known), fuse, what), first=False)
+    fuse = _fuse_attention(known, project, options, angles, finish)
+    register_recipe(Recipe(f"{family}.attention", turns(known), fuse, what), first=False)
 
 
-def turns_halves(known: Known) -> Callable[[nn.Module], bool]:
-    """What recognises an attention of this code, in whose file rotary positions are those of ops.rotary, in halves."""
+def layer_code(
+    forward: str | tuple[str, ...],
+    norm: str,
+    kind: type | Mapping[str, str],
+    *calls: str,
+    dropout: str | None = None,
+    shares: bool = True,
+) -> Known:
+    """The code of a pre-norm layer, for ``register_layer``.
 
-    def recognise(module: nn.Module) -> bool:
-        """What is not known still has its attention as its model calls it, and is no failure."""
-        if known.recognise(module) is not True:
-            return False
-        own = huggingface.file_of(module)
-        turn, half = (source.fingerprint(getattr(own, name, len)) for name in ("apply_rotary_pos_emb", "rotate_half"))
-        return turn in _HALVES and half == _ROTATE_HALF
-
-    return recognise
+    Args:
+        forward: its fingerprints.
+        norm: the child that normalises the sum in its middle.
+        kind: the class of that norm, or the fingerprints of its methods by their names.
+        calls: children that it calls besides its first norm, attention and mlp.
+        dropout: an nn.Dropout that runs with the sum, or None.
+        shares: as Known has it.
+    """
+    reads: dict[str, type | str] = {} if dropout is None else {dropout: nn.Dropout}
+    called = ("input_layernorm", "self_attn", "mlp", *calls)
+    if isinstance(kind, type):
+        return Known({"forward": forward}, {norm: kind, **reads}, calls=called, shares=shares)
+    code = {f"{norm}.{method}": known for method, known in kind.items()}
+    return Known({"forward": forward, **code}, reads, passes=(norm,), calls=called, shares=shares)
 
 
 def register_layer(
@@ -222,6 +224,7 @@ def register_layer(
     after_attention: str | None = None,
     after_mlp: str | None = None,
     dropout: str | None = None,
+    scale: str | None = None,
 ) -> None:
     """A recipe for a pre-norm layer: input_layernorm, attention, sum, norm, mlp, sum.
 
@@ -234,13 +237,25 @@ def register_layer(
         after_attention: a child that attention's output goes through before the sum, or None.
         after_mlp: the same of the mlp.
         dropout: an nn.Dropout of attention's output before the sum, run with it in one pass, or None.
+        scale: name of a number that both branches are multiplied by before their sums, or None.
     """
 
     def recognise(module: nn.Module) -> bool | str:
         answer = known.recognise(module)
+        if isinstance(answer, str) and known.shares and _has_another_norm(module):
+            return False
         return why_not(module) or True if answer is True else answer
 
-    fuse = _fuse_layer(known, why_not, attention, norm, after_attention, after_mlp, dropout)
-    kind = "LayerNorm" if norm in known.reads else "RMSNorm"
+    def _has_another_norm(module: nn.Module) -> bool:
+        return norm in known.reads and original_class(guard.child(module, norm)) is not known.reads[norm]
+
+    fuse = _fuse_layer(known, why_not, attention, norm, after_attention, after_mlp, dropout, scale)
+    kind = "RMSNorm" if is_rms(known, norm) else "LayerNorm"
     what = f"dropout, sum and {kind} in one pass" if dropout else f"sum and {kind} in one pass"
     register_recipe(Recipe(f"{family}.layer", recognise, fuse, what, known.covers), first=known.shares)
+
+
+def register_side_by_side(family: str, known: Known) -> None:
+    """Lets the report say why a layer is left whose attention and mlp take the same norm: its children are fused."""
+    recognise = lambda module: SIDE_BY_SIDE if known.recognise(module) is True else False  # noqa: E731
+    register_recipe(Recipe(f"{family}.layer", recognise, lambda original: original, ""), first=False)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from .._autocast import as_autocast
 from . import block, huggingface
-from .decoder import turned, turns_halves
 from .huggingface_parts import register_feed_forward
 from .known import Known
 from .registry import Recipe, backend, register_recipe
+from .rotary import turned, turns
 from .swap import fell_back
 
 # fingerprints of transformers 5.23 and 5.24 (source.py)
@@ -62,7 +62,7 @@ def _fuse(original: Any) -> type:
 
 
 _WHAT = "rotary positions in one pass, and attention"
-register_recipe(Recipe("falcon.attention", turns_halves(_ATTENTION), _fuse, _WHAT, _ATTENTION.covers), first=False)
+register_recipe(Recipe("falcon.attention", turns(_ATTENTION), _fuse, _WHAT, _ATTENTION.covers), first=False)
 register_feed_forward(
     "falcon.mlp",
     Known({"forward": "935b9f767ae1"}, {"dense_h_to_4h": _LINEAR, "dense_4h_to_h": _LINEAR}, (), "act", shares=True),

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .decoder import NORMED, PROJECTIONS, normed_heads, plain, register_attention, register_layer, windowed
-from .huggingface_parts import GEMMA_NORM
+from .decoder import NORMED, PROJECTIONS, layer_code, normed_heads, plain, register_attention, register_layer, windowed
+from .huggingface_norm import GEMMA_NORM
 from .known import Known
 from .llama import LAYER
 
 # fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py)
 _GEMMA2 = Known({"forward": ("3f83b9137ef0", "aa4f5024112b")}, {}, calls=PROJECTIONS)
 _GEMMA3 = Known({"forward": ("65c852a8e162", "240674d7615c")}, {}, calls=NORMED)
-
-
-def _layer(forward: tuple[str, str], norm: str, *calls: str) -> Known:
-    code = {f"{norm}.{method}": known for method, known in GEMMA_NORM.items()}
-    called = ("input_layernorm", "self_attn", "mlp", *calls)
-    return Known({"forward": forward, **code}, {}, passes=(norm,), calls=called, shares=True)
 
 
 def _capped(module: Any) -> dict[str, Any]:
@@ -33,8 +27,9 @@ register_attention(
     "gemma2", _GEMMA2, plain, _capped, "rotary positions in one pass; not more, because it caps its logits"
 )
 register_attention("gemma3", _GEMMA3, normed_heads, windowed)
-register_layer("gemma", _layer(LAYER, "post_attention_layernorm"))
+register_layer("gemma", layer_code(LAYER, "post_attention_layernorm", GEMMA_NORM))
 register_layer(
     "gemma2",  # and 3
-    _layer(("616c4cee5761", "937c8486053f"), _MIDDLE, *_AFTER), _MIDDLE, after_attention=_AFTER[0], after_mlp=_AFTER[1],
+    layer_code(("616c4cee5761", "937c8486053f"), _MIDDLE, GEMMA_NORM, *_AFTER), _MIDDLE,
+    after_attention=_AFTER[0], after_mlp=_AFTER[1],
 )  # fmt: skip

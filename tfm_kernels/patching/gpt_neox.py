@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .decoder import ATTENTION, attended, register_layer, turns_halves
+from .decoder import ATTENTION, SIDE_BY_SIDE, attended, register_layer
 from .known import Known
 from .registry import Recipe, register_recipe
+from .rotary import turns
 from .swap import fell_back
 
 # fingerprints of transformers 5.23 and 5.24 (source.py)
@@ -46,10 +47,10 @@ def _fuse_attention(original: Any) -> type:
 
 
 def _side_by_side(layer: Any) -> str | None:
-    return "its branches run side by side, so that no norm follows a sum in it" if layer.use_parallel_residual else None
+    return SIDE_BY_SIDE if layer.use_parallel_residual else None
 
 
-register_recipe(Recipe("gpt_neox.attention", turns_halves(_ATTENTION), _fuse_attention, ATTENTION), first=False)
+register_recipe(Recipe("gpt_neox.attention", turns(_ATTENTION), _fuse_attention, ATTENTION), first=False)
 register_layer(
     "gpt_neox", _LAYER, why_not=_side_by_side, attention="attention", after_mlp="post_mlp_dropout",
     dropout="post_attention_dropout",

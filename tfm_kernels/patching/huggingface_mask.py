@@ -16,13 +16,13 @@ from ..mask import Band, Mask
 from . import guard
 
 # Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23 and 5.24
-# (bert-generation, data2vec-text, ernie and roc_bert with 5.24).
+# (bert-generation, codegen, data2vec-text, ernie, gptj and roc_bert with 5.24).
 MASK_AS_DATA = frozenset(
-    "albert apertus arcee bart bert bert-generation bitnet camembert clip_text_model cohere cohere2 data2vec-text "
-    "deepseek_v3 distilbert electra ernie ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox "
-    "granite granitemoe helium hunyuan_v1_dense llama marian ministral ministral3 mistral mixtral nemotron olmo "
-    "olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roc_bert seed_oss "
-    "smollm3 stablelm starcoder2 t5 vit whisper xlm-roberta".split()
+    "albert apertus arcee bart bert bert-generation bitnet camembert clip_text_model codegen cohere cohere2 "
+    "data2vec-text deepseek_v3 distilbert electra ernie ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 gpt_bigcode "
+    "gpt_neox gptj granite granitemoe helium hunyuan_v1_dense llama marian ministral ministral3 mistral mixtral "
+    "nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roc_bert "
+    "seed_oss smollm3 stablelm starcoder2 t5 vit whisper xlm-roberta".split()
 )
 
 

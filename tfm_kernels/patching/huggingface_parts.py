@@ -1,13 +1,12 @@
-"""Feed-forward blocks and RMS norms of transformers that whole families share, recognised by what their code says."""
+"""Feed-forward blocks of transformers that whole families share, recognised by what their code says."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from .. import ops
 from .._autocast import autocast_dtype
 from . import block
 from .guard import CONV1D
@@ -15,10 +14,8 @@ from .known import Known
 from .registry import Recipe, register_recipe
 from .swap import fell_back, options
 
-_IN_FLOAT64 = "in float64 its own code takes the variance in float32"
 
-
-def _register(name: str, what: str, known: Known, run: Any) -> None:
+def register_unary(name: str, what: str, known: Known, run: Any) -> None:
     """A recipe for modules whose forward takes one tensor; ``run`` may give part of a sentence where it will not."""
 
     def fuse(original: Any) -> type:
@@ -38,7 +35,7 @@ def _register(name: str, what: str, known: Known, run: Any) -> None:
 def _feed_forward(known: Known, first: str, second: str, gate: str | None = None, after: str | None = None) -> Any:
     """second(activation(first(x))), with a gate times gate(x), and a dropout after it that stays as it is.
 
-    A gate that is the first is the second half of what that gives.
+    A gate that is the first is the second half of what that gives. The dropout is a module, or a probability.
     """
 
     def run(self: Any, x: Tensor) -> Tensor | str:
@@ -50,59 +47,23 @@ def _feed_forward(known: Known, first: str, second: str, gate: str | None = None
         name: Any = block.activation(known.function(self))
         inner = block.dropout_p(self.dropout) if after is None and "dropout" in known.reads else 0.0
         y = block.feed_forward(x, w1, w2, name, w3, dropout_p=inner, backend=options(self).backend)
-        return y if after is None else getattr(self, after)(y)
+        if after is None:
+            return y
+        drop = getattr(self, after)
+        return drop(y) if isinstance(drop, nn.Module) else F.dropout(y, drop, self.training)
 
     return run
 
 
 def register_feed_forward(name: str, known: Known, *args: Any, **kwargs: Any) -> None:
     """A recipe for a feed-forward block: the names of its children are those of ``_feed_forward``."""
-    _register(name, "feed-forward", known, _feed_forward(known, *args, **kwargs))
-
-
-def _scale(norm: Any) -> tuple[Tensor, float]:
-    """Weight and eps of an RMS norm; Gemma's, which alone calls it ``eps``, keeps its weight as the distance from 1."""
-    if hasattr(norm, "variance_epsilon"):
-        return norm.weight, norm.variance_epsilon
-    return 1.0 + norm.weight.float(), norm.eps
-
-
-def _why_not_rms_norm(norm: Any, x: Tensor) -> str | None:
-    """None where T5's, Llama's or Gemma's norm of ``x`` is that of ops, else why not."""
-    if hasattr(norm, "variance_epsilon") and norm.weight.dtype != x.dtype:
-        return "its weight has another dtype than its input"
-    return _IN_FLOAT64 if norm.weight.dtype.itemsize == 8 or x.dtype.itemsize == 8 else None
-
-
-def _rms_norm(self: Any, x: Tensor) -> Tensor | str:
-    return _why_not_rms_norm(self, x) or ops.rms_norm(x, *_scale(self), backend=options(self).backend)
-
-
-def _olmo_norm(self: Any, x: Tensor) -> Tensor | str:
-    """Rounded once, to the dtype of its input: that may be 16 bits beside a weight in float32, as under autocast."""
-    if self.weight.dtype != torch.float32 or x.dtype.itemsize == 8:
-        return _rms_norm(self, x)
-    return ops.rms_norm(x, self.weight, self.variance_epsilon, backend=options(self).backend)
-
-
-def why_not_sum_and_norm(norm: Any, residual: Tensor) -> str | None:
-    """None where ``sum_and_norm`` may run, else why not; the class of ``norm`` is the caller's matter."""
-    return None if isinstance(norm, nn.LayerNorm) else _why_not_rms_norm(norm, residual)
-
-
-def sum_and_norm(x: Tensor, residual: Tensor, norm: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """(y, z): z = residual + dropout(x), y = norm(z) for an nn.LayerNorm or an RMS norm of T5, Llama or Gemma."""
-    if isinstance(norm, nn.LayerNorm):
-        return block.add_norm(x, residual, norm, **options)
-    return ops.add_rms_norm(x, residual, *_scale(norm), **options)
+    register_unary(name, "feed-forward", known, _feed_forward(known, *args, **kwargs))
 
 
 # fingerprints of transformers 5.23 (source.py)
-LLAMA_NORM = "f5c95295c0f8"
-GEMMA_NORM = {"forward": "6178835fbd02", "_norm": "020b369189b2"}
 register_feed_forward(
-    "gpt2.mlp",
-    Known({"forward": "e0cb41d12c40"}, {"c_fc": CONV1D, "c_proj": CONV1D}, (), "act", ("dropout",)),
+    "gpt2.mlp",  # also GPT-Neo and GPT-BigCode
+    Known({"forward": "e0cb41d12c40"}, dict.fromkeys(("c_fc", "c_proj"), (CONV1D, nn.Linear)), (), "act", ("dropout",)),
     "c_fc", "c_proj", after="dropout",
 )  # fmt: skip
 register_feed_forward(
@@ -144,7 +105,13 @@ register_feed_forward(
     ),
     "dense_h_to_4h", "dense_4h_to_h",
 )  # fmt: skip
-_register("t5.norm", "rms_norm", Known({"forward": "b5a15c016629"}, {}), _rms_norm)
-_register("llama.norm", "rms_norm", Known({"forward": LLAMA_NORM}, {}), _rms_norm)
-_register("olmo2.norm", "rms_norm", Known({"forward": "9bb6bb8e55cf"}, {}), _olmo_norm)
-_register("gemma.norm", "rms_norm", Known(GEMMA_NORM, {}), _rms_norm)
+register_feed_forward(
+    "gptj.mlp",  # also CodeGen
+    Known({"forward": "8e1af19ce781"}, {"fc_in": nn.Linear, "fc_out": nn.Linear}, (), "act", ("dropout",)),
+    "fc_in", "fc_out", after="dropout",
+)  # fmt: skip
+register_feed_forward(
+    "starcoder2.mlp",
+    Known({"forward": "48bdf6cd43a6"}, {"c_fc": nn.Linear, "c_proj": nn.Linear}, (), "act", shares=True),
+    "c_fc", "c_proj", after="residual_dropout",
+)  # fmt: skip

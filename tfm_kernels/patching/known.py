@@ -20,7 +20,8 @@ class Known:
     Attributes:
         code: "attention.forward" -> the fingerprint (source.py) that the method must have, or several of which it must
             have one, for every method replaced or passed by.
-        reads: path -> the exact class, for the children whose weights the fused code reads without calling them.
+        reads: path -> the exact class, or those of which it must have one, for the children whose weights the fused
+            code reads without calling them.
         passes: paths of children that the fused code passes by, reading their weights; their methods are in ``code``.
         activation: path of the activation, or None.
         calls: paths of children that must exist because the fused code calls them.
@@ -28,7 +29,7 @@ class Known:
     """
 
     code: Mapping[str, str | tuple[str, ...]]
-    reads: Mapping[str, type | str]
+    reads: Mapping[str, type | str | tuple[type | str, ...]]
     passes: tuple[str, ...] = ()
     activation: str | None = None
     calls: tuple[str, ...] = field(default=())
@@ -57,7 +58,7 @@ class Known:
         if not ordinary(*module._parameters.values()):
             return "its weights are no ordinary tensors"
         for path, cls in self.reads.items():
-            reason = guard.why_not_plain(module, path, cls)
+            reason = guard.why_not_plain(module, path, *(cls if isinstance(cls, tuple) else (cls,)))
             if reason is not None:
                 return reason
         for path, own in self._passed.items():

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from .decoder import Heads, heads, register_attention, register_layer, windowed_alike
-from .huggingface_parts import LLAMA_NORM
+from .decoder import Heads, heads, layer_code, register_attention, register_layer, windowed_alike
+from .huggingface_norm import LLAMA_NORM
 from .known import Known
 
 # fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py)
 _ATTENTION = Known({"forward": ("561335697dd8", "ccd422bdcc9a")}, {}, calls=("qkv_proj", "o_proj"))
-_LAYER = Known(
-    {"forward": ("e2393a56cb8c", "be6904ba46b9"), "post_attention_layernorm.forward": LLAMA_NORM},
-    {"resid_attn_dropout": nn.Dropout},
-    passes=("post_attention_layernorm",),
-    calls=("input_layernorm", "self_attn", "mlp", "resid_mlp_dropout"),
-    shares=True,
-)
+_LAYER = layer_code(
+    ("e2393a56cb8c", "be6904ba46b9"), "post_attention_layernorm", LLAMA_NORM, "resid_mlp_dropout",
+    dropout="resid_attn_dropout",
+)  # fmt: skip
 
 
 def _split_heads(self: Any, x: Tensor) -> Heads:
