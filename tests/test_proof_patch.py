@@ -9,7 +9,7 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tfm_kernels import _library
-from tfm_kernels.patching import frozen, onednn, swap
+from tfm_kernels.patching import frozen, onednn, registry, swap
 from tfm_kernels.proof import prove_patched
 
 
@@ -242,3 +242,47 @@ def test_a_t5_in_bfloat16(train):
     report = tfk.prove(model, inputs, dtype=torch.bfloat16)
     assert report.passed, report.table()
     assert "decoder.block.1.layer.0.SelfAttention" in report.replaced
+
+
+class Gated(nn.Module):
+    """What it gives, and the weights that nobody asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 16)
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        return x * weights, weights
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gated = Gated()
+
+    def forward(self, x):
+        return self.gated(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("unasked", "factor", "failing"),
+    [(("output.1",), 1.0, set()), (("output.1",), 1.001, {"output.0"}), ((), 1.0, {"output.1"})],
+    ids=["unasked", "and wrong", "asked"],
+)
+def test_an_output_that_is_given_only_where_it_is_asked_for(unasked, factor, failing, monkeypatch):
+    def fuse(original):
+        class Fused(original):
+            def forward(self, x):
+                return factor * super().forward(x)[0], None
+
+        return Fused
+
+    monkeypatch.setattr(registry, "_recipes", list(registry.registered()))
+    recognise = lambda module: type(module) is Gated
+    registry.register_recipe(registry.Recipe("gated", recognise, fuse, "gated", unasked=unasked))
+    torch.manual_seed(0)
+    report = tfk.prove(First(), torch.randn(4, 16))
+    alone = {row.tensor for row in report.failures if row.kind == "module"}
+    assert {name for name in alone if name.startswith("output")} == failing
+    assert report.passed == (not failing)

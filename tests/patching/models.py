@@ -95,6 +95,12 @@ _GPT = dict(n_embd=32, n_head=4, n_layer=2, n_positions=64)
 _OTHERS = {
     "gpt2": _GPT,
     "gpt_bigcode": _GPT,
+    "gpt_neo": dict(
+        num_layers=2, num_heads=4, intermediate_size=64, window_size=4, attention_types=[[["global", "local"], 1]]
+    ),
+    "bloom": dict(n_head=4, n_layer=2),
+    "mpt": dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
+    "xglm": dict(d_model=32, ffn_dim=64, num_layers=2, attention_heads=4),
     "gptj": {**_GPT, "rotary_dim": 4},
     "codegen": {**_GPT, "n_ctx": 64, "rotary_dim": 4},
     "falcon": {"parallel_attn": True, "ffn_hidden_size": 64, "num_kv_heads": 2},

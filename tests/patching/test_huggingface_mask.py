@@ -7,7 +7,8 @@ from torch import nn
 import tfm_kernels as tfk
 from tests.patching.models import decoder, transformers
 from tfm_kernels.mask import Mask
-from tfm_kernels.patching import huggingface
+from tfm_kernels.patching import block, huggingface
+from tfm_kernels.patching.huggingface_mask import as_data
 
 WINDOW, LENGTH = 4, 11
 WINDOWED = ("mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "smollm3", "olmo3")
@@ -185,3 +186,57 @@ def test_compiled(family, seen):
         given = run(torch.compile(model, fullgraph=True, backend="aot_eager"))
     torch.testing.assert_close(given, wanted)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+@pytest.mark.parametrize("family", ["bloom", "mpt", "gpt_neo", "xglm"])
+def test_attention_of_their_own_sees_data(family, side, monkeypatch):
+    """Of the masks that these models write out."""
+    masks, attend = [], block.attend
+
+    def spy(query, key, value, mask, **options):
+        masks.append(mask)
+        return attend(query, key, value, mask, **options)
+
+    monkeypatch.setattr(block, "attend", spy)
+    model, (ids, keep) = build(family), padded(side)
+    with tfk.patch(model):
+        model(ids, attention_mask=keep, use_cache=False)
+    assert len(masks) == 2 and all(isinstance(mask, Mask) for mask in masks)
+    for mask in masks:
+        assert 0 in (mask.top_left.high, mask.bottom_right.high)
+        assert (mask.keep_matrix is None) if side == "none" else mask.keep_matrix.shape == (3, 1, 1, LENGTH)
+    assert any(map(windowed, masks)) == (family == "gpt_neo")
+
+
+def added(keep):
+    return torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("written", [added, torch.logical_not], ids=["added", "hidden"])
+@pytest.mark.parametrize("queries, keys", [(7, 7), (3, 7), (1, 7), (1, 1)])
+@pytest.mark.parametrize("columns", ["all", "some", "none"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_dense_mask_that_is_data(written, queries, keys, columns, causal):
+    shape = (2, 1, queries, keys)
+    keep = torch.ones(shape).tril(keys - queries if causal else keys) > 0
+    if columns != "all":
+        keep[1, ..., : keys if columns == "none" else keys // 2] = False
+    given = as_data(written(keep))
+    assert given is None or isinstance(given, Mask)
+    shown = torch.ones(shape, dtype=torch.bool) if given is None else given.dense(*shape).expand(shape)
+    assert torch.equal(shown, keep)
+    whole = columns == "all" or (columns == "some" and keys == 1)
+    assert given is None or (given.keep_matrix is None) == whole
+    assert given is None or whole or given.keep_matrix.shape[-2] == 1
+    assert (given is None) == (whole and (not causal or queries == 1))
+
+
+def test_a_dense_mask_that_says_more_stays():
+    torch.manual_seed(0)
+    scores, scattered = torch.randn(2, 1, 5, 5), torch.rand(2, 1, 5, 5) < 0.5
+    scattered[..., -1, :] = True
+    assert as_data(None) is None
+    assert as_data(scores) is scores
+    assert torch.equal(as_data(added(scattered)).keep_matrix, scattered)
+    assert torch.equal(as_data(~scattered).keep_matrix, scattered)

@@ -1,17 +1,20 @@
 """Putting the fused layers into existing models, and taking them out again."""
 
+from . import alibi as alibi
 from . import bart as bart
 from . import bert as bert
 from . import cohere as cohere
 from . import distilbert as distilbert
 from . import falcon as falcon
 from . import gemma as gemma
+from . import gpt_neo as gpt_neo
 from . import gpt_neox as gpt_neox
 from . import gptj as gptj
 from . import huggingface_norm as huggingface_norm
 from . import huggingface_parts as huggingface_parts
 from . import llama as llama
 from . import olmo as olmo
+from . import opt as opt
 from . import phi as phi
 from . import phi3 as phi3
 from . import pre_norm as pre_norm

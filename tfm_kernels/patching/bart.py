@@ -51,9 +51,10 @@ def _norm_of_sum(layer: Any, x: Tensor, residual: Tensor, norm: nn.Module) -> Te
     return block.norm_of_sum(x, residual, norm, **_told(layer))
 
 
-def _feed_forward(layer: Any, known: Known, x: Tensor) -> Tensor:
+def feed_forward(layer: Any, known: Known, x: Tensor) -> Tensor:
+    """fc2(dropout(activation(fc1(x)))) of a layer that has them as children."""
     name: Any = block.activation(known.function(layer))
-    p = _p(layer, "activation_dropout")
+    p = _p(layer, "activation_dropout") if hasattr(layer, "activation_dropout") else 0.0
     return block.feed_forward(x, layer.fc1, layer.fc2, name, dropout_p=p, backend=options(layer).backend)
 
 
@@ -70,7 +71,7 @@ def _fuse_encoder(original: Any) -> type:
                 return super().forward(hidden_states, attention_mask, **kwargs)
             attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
             x = _norm_of_sum(self, attended, hidden_states, self.self_attn_layer_norm)
-            x = _norm_of_sum(self, _feed_forward(self, _ENCODER, x), x, self.final_layer_norm)
+            x = _norm_of_sum(self, feed_forward(self, _ENCODER, x), x, self.final_layer_norm)
             if x.dtype == torch.float16 and not torch.isfinite(x).all():
                 x = _clamped(x)
             return x
@@ -114,7 +115,7 @@ def _fuse_decoder(original: Any) -> type:
                     **kwargs,
                 )
                 x = _norm_of_sum(self, attended, x, self.encoder_attn_layer_norm)
-            return _norm_of_sum(self, _feed_forward(self, _DECODER, x), x, self.final_layer_norm)
+            return _norm_of_sum(self, feed_forward(self, _DECODER, x), x, self.final_layer_norm)
 
     return Fused
 
@@ -128,7 +129,7 @@ def _fuse_pre_norm_encoder(original: Any) -> type:
                 hidden_states=self.self_attn_layer_norm(hidden_states), attention_mask=attention_mask, **kwargs
             )
             x, z = block.add_norm(attended, hidden_states, self.final_layer_norm, **_told(self))
-            y = _feed_forward(self, _PRE_NORM_ENCODER, x)
+            y = feed_forward(self, _PRE_NORM_ENCODER, x)
             z = z + nn.functional.dropout(y, p=self.dropout, training=self.training)
             return _clamped(z) if z.dtype == torch.float16 else z
 

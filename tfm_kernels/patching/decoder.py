@@ -7,7 +7,6 @@ attention reaches ours through transformers' registry. llama.py, gemma.py ... sa
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,7 +87,7 @@ def _fuse_attention(
     finish: Callable[[Any, Tensor], Tensor],
 ) -> Callable[[Any], type]:
     def fuse(original: Any) -> type:
-        keyword, named = huggingface.cache_keyword(original), _named(original)
+        keyword, named = huggingface.cache_keyword(original), huggingface.named_arguments(original)
 
         class Fused(original):
             def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -123,7 +122,7 @@ def _fuse_layer(
     scale: str | None,
 ) -> Callable[[Any], type]:
     def fuse(original: Any) -> type:
-        named = _named(original)
+        named = huggingface.named_arguments(original)
 
         class Fused(original):
             def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -146,22 +145,6 @@ def _fuse_layer(
         return Fused
 
     return fuse
-
-
-def _named(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """How the arguments behind the hidden states of a layer or its attention are told by name, defaults included."""
-    parameters = list(inspect.signature(original.forward).parameters.values())[2:]
-    given = (p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-    defaults = {p.name: None if p.default is p.empty else p.default for p in given}
-    keyword = huggingface.cache_keyword(original)
-
-    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        told = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-        if keyword in defaults:
-            told[keyword] = huggingface.cache_of(told.pop(keyword), told)
-        return told
-
-    return named
 
 
 def register_attention(

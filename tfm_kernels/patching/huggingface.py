@@ -109,6 +109,22 @@ def cache_of(cache: Any, kwargs: dict[str, Any]) -> Any:
     return kwargs.pop("past_key_values", None) if cache is None else cache
 
 
+def named_arguments(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """How the arguments behind the hidden states of a layer or its attention are told by name, defaults included."""
+    parameters = list(inspect.signature(original.forward).parameters.values())[2:]
+    given = (p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    defaults = {p.name: None if p.default is p.empty else p.default for p in given}
+    keyword = cache_keyword(original)
+
+    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        told = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        if keyword in defaults:
+            told[keyword] = cache_of(told.pop(keyword), told)
+        return told
+
+    return named
+
+
 def file_of(module: nn.Module) -> Any:
     """The Python module that a module's own class is written in; None where the process does not know it."""
     return sys.modules.get(swap.original_class(module).__module__)
@@ -142,6 +158,18 @@ def wants_weights(kwargs: dict[str, Any]) -> bool:
         return True
     collected = collecting()
     return "attentions" in collected or "cross_attentions" in collected
+
+
+def why_not_own_attention(asked: Any, x: Tensor) -> str | None:
+    """None where attention that knows no registry may be fused, its softmax always in float32, else why not.
+
+    Args:
+        asked: whether the call asks for its weights.
+        x: what it is given.
+    """
+    if asked:
+        return "output_attentions was asked for"
+    return "in float64 its own code takes the softmax in float32" if x.dtype == torch.float64 else None
 
 
 def collecting() -> tuple[str, ...]:

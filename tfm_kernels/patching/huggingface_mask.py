@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -131,3 +132,34 @@ def _keep(attention_mask: Tensor | None, keys: int, offset: int, seen: int) -> T
         return None
     room = keys - keep.shape[1]
     return (F.pad(keep, (0, room)) if room > 0 else keep)[:, None, None, :]
+
+
+def as_data(attention_mask: Any) -> Any:
+    """A dense mask of transformers as data, where looking at it tells that it is that; otherwise itself.
+
+    For families whose attention knows no registry: their models write masks out, once for all layers.
+
+    Args:
+        attention_mask: (B or 1, 1, Tq, Tk), floating, added to the scores, or bool, True where hidden; None.
+
+    Returns:
+        None where nothing is hidden; a Mask, causal where it is; the tensor where it says more than what is hidden, or
+        where its data must not be looked at.
+
+    Cost: some passes over the mask, a head's share of attention's scores. CPU alone: elsewhere it would wait.
+    """
+    if attention_mask is None or attention_mask.device.type != "cpu" or guard.tracing(attention_mask):
+        return attention_mask
+    if attention_mask.dtype == torch.bool:
+        keep = ~attention_mask
+    else:
+        keep, hide = attention_mask == 0, attention_mask <= torch.finfo(attention_mask.dtype).min
+        if not torch.equal(keep, ~hide):
+            return attention_mask
+    last, (queries, keys) = keep[..., -1:, :], keep.shape[-2:]
+    columns = None if bool(last.all()) else last
+    if queries > 1 and torch.equal(keep, torch.ones_like(keep[:1, :1]).tril(keys - queries) & last):
+        return Mask(bottom_right=Band(high=0), keep_matrix=columns)
+    if torch.equal(keep, last.expand_as(keep)):
+        return None if columns is None else Mask(keep_matrix=columns)
+    return Mask(keep_matrix=keep)

@@ -1,10 +1,11 @@
-"""Pre-norm blocks of GPT-2, ViT and CLIP: the residual sum in their middle with the norm that follows it.
+"""Pre-norm blocks of GPT-2, GPT-BigCode, GPT-Neo, ViT and CLIP: the sum in their middle with the norm behind it.
 
 The sum at their end belongs to the next block's norm; it stays where it is, because hidden states are read there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,11 @@ from .registry import Recipe, register_recipe
 from .swap import fell_back, options
 
 # fingerprints of transformers 5.23, and of 5.24, where past_key_values became cache (source.py)
-_GPT2 = Known({"forward": ("4a238b12667c", "65a867de73a2")}, {"ln_2": nn.LayerNorm}, calls=("ln_1", "attn", "mlp"))
+_GPT2 = Known(
+    {"forward": ("4a238b12667c", "65a867de73a2", "5d48d20393ed")},  # the last is GPT-BigCode's
+    {"ln_2": nn.LayerNorm}, calls=("ln_1", "attn", "mlp"), shares=True,
+)  # fmt: skip
+_GPT_NEO = Known({"forward": "65114c999412"}, {"ln_2": nn.LayerNorm}, calls=("ln_1", "attn", "mlp"))
 _VIT = Known(
     {"forward": "a65e5f6b9314"},  # also DeiT
     {"layernorm_after": nn.LayerNorm, "dropout": nn.Dropout},
@@ -28,43 +33,25 @@ _CLIP = Known(
 )
 
 
-def _fuse_gpt2(original: Any) -> type:
-    keyword = huggingface.cache_keyword(original)
+def _fuse_gpt2(known: Known, with_weights: bool = False) -> Callable[[Any], type]:
+    def fuse(original: Any) -> type:
+        named = huggingface.named_arguments(original)
 
-    class Fused(original):
-        def forward(
-            self,
-            hidden_states: Tensor,
-            cache: Any = None,
-            attention_mask: Any = None,
-            encoder_hidden_states: Tensor | None = None,
-            encoder_attention_mask: Any = None,
-            use_cache: bool | None = False,
-            **kwargs: Any,
-        ) -> Tensor:
-            cached = {keyword: huggingface.cache_of(cache, kwargs)}
-            reason = _GPT2.why_not(self) if encoder_hidden_states is None else "it attends to encoder_hidden_states"
-            if fell_back(self, reason):
-                return super().forward(
-                    hidden_states,
-                    attention_mask=attention_mask,
-                    encoder_hidden_states=encoder_hidden_states,
-                    encoder_attention_mask=encoder_attention_mask,
-                    use_cache=use_cache,
-                    **cached,
-                    **kwargs,
-                )
-            attended, _ = self.attn(
-                self.ln_1(hidden_states),
-                attention_mask=attention_mask,
-                use_cache=use_cache,
-                **cached,
-                **kwargs,
-            )
-            y, z = block.add_norm(attended, hidden_states, self.ln_2, backend=options(self).backend)
-            return z + self.mlp(y)
+        class Fused(original):
+            def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+                told = named(args, kwargs)
+                crossed = told.get("encoder_hidden_states") is not None
+                if fell_back(self, "it attends to encoder_hidden_states" if crossed else known.why_not(self)):
+                    return super().forward(hidden_states, **told)
+                told = {name: given for name, given in told.items() if not name.startswith("encoder_")}
+                attended, weights = self.attn(self.ln_1(hidden_states), **told)
+                y, z = block.add_norm(attended, hidden_states, self.ln_2, backend=options(self).backend)
+                z = z + self.mlp(y)
+                return (z, weights) if with_weights else z
 
-    return Fused
+        return Fused
+
+    return fuse
 
 
 def _fuse_vit(original: Any) -> type:
@@ -93,7 +80,14 @@ def _fuse_clip(original: Any) -> type:
     return Fused
 
 
-for _name, _known, _fuse in (("gpt2", _GPT2, _fuse_gpt2), ("vit", _VIT, _fuse_vit), ("clip", _CLIP, _fuse_clip)):
+_UNASKED = {"gpt_neo": ("output.1",)}  # those of its attention
+for _name, _known, _fuse in (
+    ("gpt2", _GPT2, _fuse_gpt2(_GPT2)),
+    ("gpt_neo", _GPT_NEO, _fuse_gpt2(_GPT_NEO, with_weights=True)),
+    ("vit", _VIT, _fuse_vit),
+    ("clip", _CLIP, _fuse_clip),
+):
+    _what, _unasked = "sum and LayerNorm in one pass", _UNASKED.get(_name, ())
     register_recipe(
-        Recipe(f"{_name}.block", _known.recognise, _fuse, "sum and LayerNorm in one pass", _known.covers), first=False
+        Recipe(f"{_name}.block", _known.recognise, _fuse, _what, _known.covers, unasked=_unasked), first=False
     )

@@ -31,6 +31,8 @@ class Recipe:
         packs: whether the recipe is for running padded batches packed, and so not for ``patch(packed=False)``.
         projects: projects(module) gives the modules, of its descendants or itself, whose weight the fused forward
             multiplies by through linear.py or frozen.py; ``patch(freeze=True)`` keeps packed copies for them.
+        unasked: outputs, named as prove names them ("output.1"), that the original gives in every call and the fused
+            forward only where the call asks for them: attention weights.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Recipe:
     covers: Callable[[nn.Module], Iterable[nn.Module]] = _nothing
     packs: bool = False
     projects: Callable[[nn.Module], Iterable[nn.Module]] = _nothing
+    unasked: tuple[str, ...] = ()
 
 
 _recipes: list[Recipe] = []
@@ -66,6 +69,12 @@ def register_recipe(recipe: Recipe, *, first: bool = True) -> Recipe:
 def backend(module: nn.Module) -> str | None:
     """The backend that a fused module was patched with, to pass on to the ops: None chooses automatically."""
     return swap.options(module).backend
+
+
+def unasked(module: nn.Module) -> tuple[str, ...]:
+    """``Recipe.unasked`` of the recipe that a module was fused by."""
+    name = swap.options(module).recipe
+    return next((each.unasked for each in _recipes if each.name == name), ())
 
 
 def registered() -> tuple[Recipe, ...]:

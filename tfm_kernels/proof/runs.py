@@ -117,6 +117,7 @@ def run(
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
     only: Collection[str] | None = None,
+    without: Collection[str] = (),
     ignored: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda outputs: {},
     seed: int = SEED,
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -129,6 +130,7 @@ def run(
         dtype: the dtype the random weights of the outputs are rounded to.
         loss_fn: gives the scalar that is differentiated; None takes a fixed random weighting of every output.
         only: the outputs that are weighted, by name; None takes all.
+        without: outputs that do not count, as if they were not given.
         ignored: from the outputs, output -> bool over its leading axes, True at padding, which weighs nothing.
         seed: of the dropout masks.
         within: gives the context that the model and ``loss_fn`` are called in, and again the backward.
@@ -139,7 +141,7 @@ def run(
         with within():
             result = model(*call.args, **call.kwargs)
             loss = None if loss_fn is None else loss_fn(result)
-        outputs = named_tensors(result)
+        outputs = {name: value for name, value in named_tensors(result).items() if name not in without}
         done = Run({name: value.detach().clone() for name, value in outputs.items()})  # a buffer is soon put back
         done.unknown = others(result)
         done.buffers = {n: b.detach().clone() for n, b in model.named_buffers() if n in before}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..patching.registry import unasked
 from . import padding, precision
 from .runs import Call, Run, device_of, forward, run
 
@@ -104,7 +106,7 @@ class Originals:
 
 
 def run_alone(models: Models, call: Call, dtype: torch.dtype) -> Trio:
-    """Forward and backward of all three, of one module.
+    """Forward and backward of all three, of one module; what the patched one gives only when asked does not count.
 
     Raises:
         PatchedFails: the patched model raises and the original does not; where both do, the original's error.
@@ -112,7 +114,7 @@ def run_alone(models: Models, call: Call, dtype: torch.dtype) -> Trio:
     with told_apart(models, call, dtype), padding.observed(models.patched) as left_out:
         if left_out.calls:  # else no stack is in it
             forward(models.patched, call.to(None))
-    return run_three(models, call, dtype, left_out)
+    return run_three(models, call, dtype, left_out, without=unasked(models.patched))
 
 
 @contextmanager
@@ -133,6 +135,7 @@ def run_three(
     loss_fn: Callable | None = None,
     at_padding: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda outputs: {},
     tell: Callable[[str], None] = lambda stage: None,
+    without: Collection[str] = (),
 ) -> Trio:
     """Forward and backward of all three.
 
@@ -144,6 +147,7 @@ def run_three(
         loss_fn: as in ``run``.
         at_padding: from the outputs in float64, output -> which positions are padding, and weigh nothing.
         tell: told of each stage.
+        without: as in ``run``.
 
     Raises:
         PatchedFails: as in ``run_alone``.
@@ -159,15 +163,16 @@ def run_three(
     tell("original in float64, forward and backward")
     with not_autocast(models.exact, call):
         exact = run(
-            models.exact, call.to(torch.float64), dtype, loss_fn=loss_fn, ignored=look,
+            models.exact, call.to(torch.float64), dtype, loss_fn=loss_fn, without=without, ignored=look,
             within=lambda: originals.exactly(reached),
         )  # fmt: skip
     known = lambda outputs: ignored  # noqa: E731
     tell("original, forward and backward")
-    stock = run(models.stock, call.to(None), dtype, loss_fn=loss_fn, ignored=known, within=originals.in_its_own_dtype)
+    told: Any = {"loss_fn": loss_fn, "without": without, "ignored": known}
+    stock = run(models.stock, call.to(None), dtype, within=originals.in_its_own_dtype, **told)
     tell("patched model, forward and backward")
     with told_apart(models, call, dtype, loss_fn):
-        patched = run(models.patched, call.to(None), dtype, loss_fn=loss_fn, ignored=known)
+        patched = run(models.patched, call.to(None), dtype, **told)
     if loss_fn is None and not patched.outputs.keys() <= stock.outputs.keys():  # more was weighted than there should be
         patched = run(models.patched, call.to(None), dtype, only=stock.outputs, ignored=known)
     return Trio(exact, stock, patched, ignored, reached)
