@@ -115,6 +115,7 @@ def _fuse_layer(
     known: Known,
     why_not: Callable[[Any], str | None],
     attention: str,
+    mlp: str,
     norm: str,
     after_attention: str | None,
     after_mlp: str | None,
@@ -138,7 +139,7 @@ def _fuse_layer(
                 x = x if factor is None else x * factor
                 p = 0.0 if dropout is None else block.dropout_p(guard.child(self, dropout))
                 y, z = sum_and_norm(x, hidden_states, middle, dropout_p=p, backend=backend(self))
-                y = self.mlp(y)
+                y = guard.child(self, mlp)(y)
                 y = y if after_mlp is None else guard.child(self, after_mlp)(y)
                 return z + (y if factor is None else y * factor)
 
@@ -176,6 +177,7 @@ def layer_code(
     norm: str,
     kind: type | Mapping[str, str],
     *calls: str,
+    mlp: str = "mlp",
     dropout: str | None = None,
     shares: bool = True,
 ) -> Known:
@@ -186,11 +188,12 @@ def layer_code(
         norm: the child that normalises the sum in its middle.
         kind: the class of that norm, or the fingerprints of its methods by their names.
         calls: children that it calls besides its first norm, attention and mlp.
+        mlp: as in ``register_layer``.
         dropout: an nn.Dropout that runs with the sum, or None.
         shares: as Known has it.
     """
     reads: dict[str, type | str] = {} if dropout is None else {dropout: nn.Dropout}
-    called = ("input_layernorm", "self_attn", "mlp", *calls)
+    called = ("input_layernorm", "self_attn", mlp, *calls)
     if isinstance(kind, type):
         return Known({"forward": forward}, {norm: kind, **reads}, calls=called, shares=shares)
     code = {f"{norm}.{method}": known for method, known in kind.items()}
@@ -204,6 +207,7 @@ def register_layer(
     *,
     why_not: Callable[[Any], str | None] = lambda module: None,
     attention: str = "self_attn",
+    mlp: str = "mlp",
     after_attention: str | None = None,
     after_mlp: str | None = None,
     dropout: str | None = None,
@@ -217,6 +221,7 @@ def register_layer(
         norm: the child that normalises the sum, run with it in one pass.
         why_not: why_not(module) tells what of its settings keeps a known one from it, or None.
         attention: the child that attends.
+        mlp: the child that takes the normalised sum.
         after_attention: a child that attention's output goes through before the sum, or None.
         after_mlp: the same of the mlp.
         dropout: an nn.Dropout of attention's output before the sum, run with it in one pass, or None.
@@ -232,7 +237,7 @@ def register_layer(
     def _has_another_norm(module: nn.Module) -> bool:
         return norm in known.reads and original_class(guard.child(module, norm)) is not known.reads[norm]
 
-    fuse = _fuse_layer(known, why_not, attention, norm, after_attention, after_mlp, dropout, scale)
+    fuse = _fuse_layer(known, why_not, attention, mlp, norm, after_attention, after_mlp, dropout, scale)
     kind = "RMSNorm" if is_rms(known, norm) else "LayerNorm"
     what = f"dropout, sum and {kind} in one pass" if dropout else f"sum and {kind} in one pass"
     register_recipe(Recipe(f"{family}.layer", recognise, fuse, what, known.covers), first=known.shares)

@@ -49,6 +49,10 @@ register_layer("helium", layer_code(LAYER, _NORM, HELIUM_NORM))
 register_layer("mixtral", layer_code(MIXTRAL_LAYER, _NORM, LLAMA_NORM))
 register_layer("granite", layer_code(("c8eb9762287b", "d21a8544c26a"), _NORM, LLAMA_NORM), scale="residual_multiplier")
 register_layer(
+    "granitemoe", layer_code(("a047cc231bc1", "349e1e0cb09e"), _NORM, LLAMA_NORM, mlp="block_sparse_moe"),
+    mlp="block_sparse_moe", scale="residual_multiplier",
+)  # fmt: skip
+register_layer(
     "glm4", layer_code(("659ab0beaa77", "277fc44164bf"), _NORM, LLAMA_NORM, *_AFTER),
     after_attention=_AFTER[0], after_mlp=_AFTER[1],
 )  # fmt: skip
