@@ -70,7 +70,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 SIBLINGS_APART = ("reference", "aten", "triton")  # files in these folders do not import one another
-SHARED = re.compile("_(tile|launch|gemm|sums|activation|cross_entropy|rotary|attention.*|int8)")  # but for these
+SHARED = re.compile("_(tile|launch|gemm|sums|activation|cross_entropy|rotary|attention.*|int8.*)")  # but for these
 
 
 def modules():

@@ -9,7 +9,7 @@ from tests.aot import ffn_table
 from tests.aot.ffn_table import ARCHS, argument_types, label
 from tests.aot.sass import compile_kernel, figures, narrowest_copy
 from tests.aot.table import write
-from tfm_kernels.triton import _int8, int8_linear_fwd
+from tfm_kernels.triton import _int8, _int8_gemm
 
 FILE = Path(__file__).with_name("int8_linear.json")
 # words of the call -> kind, the type of y, of the factor beside the weights, of sums
@@ -45,8 +45,8 @@ def measure(entry):
 def _products(arch, call, aligned):
     """All of y, with bias and rows that are aligned, or without both; and the two smallest for parts."""
     kind, y, factor, sums = CALLS[call]
-    kernel, found = int8_linear_fwd.int8_linear_fwd_kernel, {}
-    configs = int8_linear_fwd.candidates(kind, aligned, arch // 10)
+    kernel, found = _int8_gemm.int8_gemm_kernel, {}
+    configs = _int8_gemm.candidates(kind, aligned, arch // 10)
     variants = [(config, what) for config in configs for what in ("full", "plain")]
     variants += [(config, "parts") for config in configs[-2:]]
     for config, what in variants:
@@ -58,19 +58,19 @@ def _products(arch, call, aligned):
         )  # fmt: skip
         if kind == "int8":
             made["products"] = INTEGERS[arch]
-        found[label(arch, f"int8_linear_fwd {what}", config, call, aligned)] = made
+        found[label(arch, f"int8_gemm {what}", config, call, aligned)] = made
     return found
 
 
 def _joins(arch, call):
     kind, y, _, sums = CALLS[call]
-    kernel, found = int8_linear_fwd.int8_linear_fwd_join_kernel, {}
+    kernel, found = _int8_gemm.int8_gemm_join_kernel, {}
     for what, absent in (("full", ()), ("plain", ("bias_ptr",))):
         absent += () if kind == "int8" else ("step_ptr",)
         types = argument_types(kernel, y, absent, OTHERS | {"parts_ptr": f"*{sums}"})
-        constexprs = {"BLOCK_N": int8_linear_fwd.JOIN_N, "Y_ALIGNED": what == "full"}
+        constexprs = {"BLOCK_N": _int8_gemm.JOIN_N, "Y_ALIGNED": what == "full"}
         launch = {"kernel": kernel, "types": types, "constexprs": constexprs, "arch": arch, "num_warps": 4}
-        found[f"sm_{arch} int8_linear_fwd_join {what} {call}"] = {"launch": launch, "programs": 4, "products": ()}
+        found[f"sm_{arch} int8_gemm_join {what} {call}"] = {"launch": launch, "programs": 4, "products": ()}
     return found
 
 

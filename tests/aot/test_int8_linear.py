@@ -6,14 +6,12 @@ import pytest
 
 from tests.aot import int8_linear_table, plan, table
 from tests.aot.test_linear_cross_entropy import fits as fits_as_planned
-from tfm_kernels.triton import _int8, int8_linear_fwd
+from tfm_kernels.triton import _int8, _int8_gemm
 
 ENTRIES = int8_linear_table.entries()
 COMMITTED = table.load(int8_linear_table.FILE)
 QUICK = [
-    name
-    for name in ENTRIES
-    if re.search(r"sm_90 int8_linear_fwd (full|parts).* (half|int8)$|sm_100 .*full.* ieee$", name)
+    name for name in ENTRIES if re.search(r"sm_90 int8_gemm (full|parts).* (half|int8)$|sm_100 .*full.* ieee$", name)
 ]
 
 
@@ -46,9 +44,9 @@ def test_every_launch_is_compiled():
             for aligned in (True, False):
                 for M in sizes:
                     for N in sizes:
-                        config = int8_linear_fwd.pick_config(M, N, 4096, kind, aligned, (arch // 10, arch % 10))
+                        config = _int8_gemm.pick_config(M, N, 4096, kind, aligned, (arch // 10, arch % 10))
                         for what in ("full", "plain") if config.splits == 1 else ("parts",):
-                            what = f"int8_linear_fwd {what}"
+                            what = f"int8_gemm {what}"
                             assert int8_linear_table.label(arch, what, config, call, aligned) in ENTRIES
         for K in (1, 256, 257, 1024, 1025, 2**17):
             config = _int8.pick_config(K)

@@ -11,7 +11,7 @@ from tests.ops.test_int8_linear import SIZES, layer
 from tfm_kernels import _library
 from tfm_kernels.testing import assert_contract, invariance
 from tfm_kernels.testing.contract import bits_equal
-from tfm_kernels.triton import _int8, _launch, int8_linear_fwd
+from tfm_kernels.triton import _int8, _int8_gemm, _launch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WAYS = [False, True]  # dynamic
@@ -35,14 +35,14 @@ def test_contract(size, dtype, dynamic):
 @pytest.fixture
 def launches(monkeypatch):
     """(rows, features, whether k is cut) of the launches of a test."""
-    seen, pick = set(), int8_linear_fwd.pick_config
+    seen, pick = set(), _int8_gemm.pick_config
 
     def keep(*args):
         config = pick(*args)
         seen.add((config.block_m, config.block_n, config.splits > 1))
         return config
 
-    monkeypatch.setattr(int8_linear_fwd, "pick_config", keep)
+    monkeypatch.setattr(_int8_gemm, "pick_config", keep)
     return seen
 
 

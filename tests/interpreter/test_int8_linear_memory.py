@@ -7,7 +7,7 @@ from tests.fences import fenced, huge
 from tests.interpreter.one_program import run_program
 from tests.ops.test_int8_linear import layer
 from tfm_kernels.testing import assert_contract
-from tfm_kernels.triton import _int8, int8_linear_fwd
+from tfm_kernels.triton import _int8, _int8_gemm
 
 FAR = 2**31 + 4096  # elements; between the first row and the last, of 17
 
@@ -49,7 +49,7 @@ def last_tile(monkeypatch, M, N, **given):
     """The program of the last tile of y, or of the last part of it; one row of x and of weights stands for all."""
     tiles = -(-M // 64) * -(-N // 64) * given.get("splits", 1)
     run_program(
-        monkeypatch, int8_linear_fwd.int8_linear_fwd_kernel, tiles - 1, M=M, N=N, **{**PRODUCT, **given}
+        monkeypatch, _int8_gemm.int8_gemm_kernel, tiles - 1, M=M, N=N, **{**PRODUCT, **given}
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_far_parts(space, dynamic, monkeypatch):
         }
         ends |= {"step_ptr": torch.tensor([0.25])} if dynamic else {}
         run_program(
-            monkeypatch, int8_linear_fwd.int8_linear_fwd_join_kernel, -(-features // 512) - 1, parts_ptr=parts, y_ptr=y,
+            monkeypatch, _int8_gemm.int8_gemm_join_kernel, -(-features // 512) - 1, parts_ptr=parts, y_ptr=y,
             M=1, N=features, splits=2, BLOCK_N=512, Y_ALIGNED=True, **ends,
         )  # fmt: skip
         return parts[: 2 * features], y[:features]
