@@ -387,6 +387,25 @@ def int8_linear(op, levels, g, device):
     }
 
 
+def int8_ffn(op, levels, g, device):
+    dtype, (e, f, eo) = DTYPES[levels["dtype"]], (levels[name] for name in ("e", "f", "eo"))
+    small = SMALL.get(levels["data"], 1.0)
+    put = lambda t: lay_out(t.to(device), levels["layout"])
+
+    def weight(out, width):
+        integers = torch.randint(-128, 128, (out, width), generator=g, dtype=torch.int8)
+        return integers.to(device), ((0.5 + torch.rand(out, generator=g)) * small / (74 * width**0.5)).to(device)
+
+    inputs = {"x": put(draw(levels["data"], (*levels["rows"], e), dtype, g)), "activation": levels["activation"]}
+    inputs["w1"], inputs["scale1"] = weight(f, e)
+    inputs["w2"], inputs["scale2"] = weight(eo, f)
+    for name, size in (("b1", f), ("b2", eo)):
+        inputs[name] = put(draw("randn", (size,), dtype, g)) if levels[name] else None
+    if levels["gate"]:
+        inputs["gate"], inputs["gate_scale"] = weight(f, e)
+    return inputs
+
+
 BUILD = {
     **dict.fromkeys(FACTORS["norm"]["op"], norm),
     "attention": attention,
@@ -395,4 +414,5 @@ BUILD = {
     "linear_cross_entropy": linear_cross_entropy,
     "rotary": rotary,
     "int8_linear": int8_linear,
+    "int8_ffn": int8_ffn,
 }

@@ -112,7 +112,7 @@ def test_what_is_red_gets_no_speed(tmp_path, monkeypatch):
     assert timed == {"layer_norm": {"cuda": f"{because}cuda layer_norm-1 is red"}, "add_layer_norm": {}}
     found = {item["key"]: item for item in room.results("speed").data["groups"]}
     refused = {item["op"]: item["why"] for item in found.values() if item["state"] == UNAVAILABLE}
-    alone = ("linear_cross_entropy", "rotary", "int8_linear")
+    alone = ("linear_cross_entropy", "rotary", "int8_linear", "int8_ffn")
     has = {op: both if op not in alone else ("triton",) for op in refused}
     no_case = {op: "; ".join(f"{because}there is no case of {op} on {b}" for b in has[op]) for op in refused}
     assert refused == {
@@ -254,7 +254,7 @@ def test_the_extensions_are_built_beside_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(build.Extensions, "end", lambda self: {"state": UNAVAILABLE, "why": "late", "unfinished": True})
     work(part, room)
     found = {item["key"]: item for item in room.results("build").data["groups"]}
-    assert [found[f"triton {stem}"]["begun"] for stem in STEMS] == [*range(1, 7)] and len(set(begun)) == 1
+    assert [found[f"triton {stem}"]["begun"] for stem in STEMS] == [*range(1, 8)] and len(set(begun)) == 1
     assert not room.finished("build")
     monkeypatch.setattr(_library, "cuda_extension", None)
     ready = []
@@ -264,7 +264,7 @@ def test_the_extensions_are_built_beside_the_rest(tmp_path, monkeypatch):
     assert set(ready) == {"triton"}
     monkeypatch.setattr(build.Extensions, "end", lambda self: {})
     work(part, room)
-    assert [item["state"] for item in room.results("build").data["groups"]] == [GREEN] * 8
+    assert [item["state"] for item in room.results("build").data["groups"]] == [GREEN] * 9
     assert room.finished("build") and tuple(room.built()) == SUBJECTS
 
 

@@ -9,6 +9,7 @@ from tests.aot import (
     attention_bwd_table,
     attention_table,
     ffn_table,
+    int8_ffn_table,
     int8_linear_table,
     linear_cross_entropy_table,
     plan,
@@ -68,7 +69,7 @@ def test_a_planned_stack_must_stay_out_of_the_main_loop():
 
 def test_the_tables_are_of_one_triton_and_it_is_said_where_another_runs():
     tables = table, attention_table, attention_bwd_table, ffn_table, linear_cross_entropy_table, rotary_table
-    tables += (int8_linear_table,)
+    tables += int8_linear_table, int8_ffn_table
     (version,) = {table.load(module.FILE)["triton"] for module in tables}
     if version != triton.__version__:
         pytest.skip(

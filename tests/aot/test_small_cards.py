@@ -6,6 +6,7 @@ from tests.aot import (
     attention_bwd_table,
     attention_table,
     ffn_table,
+    int8_ffn_table,
     int8_linear_table,
     linear_cross_entropy_table,
     rotary_table,
@@ -33,7 +34,7 @@ ENTRIES = {
     **rotary_table.entries(ARCHS),
     **{
         name: entry["launch"]
-        for products in (ffn_table, linear_cross_entropy_table, int8_linear_table)
+        for products in (ffn_table, linear_cross_entropy_table, int8_linear_table, int8_ffn_table)
         for name, entry in products.entries(ARCHS).items()
     },
 }

@@ -92,6 +92,13 @@ def integers(x, weight):
     return ops.int8_linear(ops.int8_linear(x, w, scale, backend="triton"), w, scale, dynamic=True, backend="triton")
 
 
+def integer_block(x, weight):
+    w1, w2 = weight.new_empty(48, 16, dtype=torch.int8), weight.new_empty(16, 48, dtype=torch.int8)
+    scale1, scale2 = (weight.new_empty(size, dtype=torch.float32) for size in (48, 16))
+    options = {"activation": "silu", "gate": w1 * 2, "gate_scale": scale1, "backend": "triton"}
+    return ops.int8_ffn(x, w1, scale1, None, w2, scale2, weight, **options)
+
+
 def decoded(x, weight):
     """Each row of x is a sequence's one query."""
     memory = x.new_empty(x.shape[0], 1, 100, 16)
@@ -101,6 +108,7 @@ def decoded(x, weight):
 
 FORWARD = {op: norm(op) for op in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")} | {"ffn": block}
 FORWARD |= {"linear_cross_entropy": losses, "attention": decoded, "rotary": turned, "int8_linear": integers}
+FORWARD["int8_ffn"] = integer_block
 BACKWARD = {  # and the shapes of the results for (rows, 16)
     "layer_norm": (norm_gradients, lambda rows: [(rows, 16), (rows, 16), (16,), (0,)]),
     "ffn": (block_gradients, lambda rows: [(rows, 16), (48, 16), (0,), (16, 48), (16,), (0,)]),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.gpu import attention, ffn, int8_linear, linear_cross_entropy, memory, rotary
+from bench.gpu import attention, ffn, int8_ffn, int8_linear, linear_cross_entropy, memory, rotary
 from bench.gpu.layer_norm import TRITON
 from tests import bench_gpu_checks as checks
 from tfm_kernels import ops
@@ -18,6 +18,9 @@ LOSSES = {
 }
 TURNS = rotary.TRITON.branches("cpu")
 INT8 = {name: call for name, call in checks.small(int8_linear.TRITON, " 9 ", " 70 ").items() if "bfloat16" in name}
+INT8_BLOCKS = {
+    name: call for name, call in checks.small(int8_ffn.TRITON, " 9 401", " 70 33").items() if "bfloat16" in name
+}
 BLOCKS = {name: call for name, call in checks.small(ffn.TRITON, " 70 ").items() if "bfloat16" in name}
 
 
@@ -49,6 +52,11 @@ def test_nan_stays_in_its_row_of_a_loss(name):
 @pytest.mark.parametrize("name", INT8)
 def test_guards_and_repeats_of_int8_linear(name):
     checks.guards_and_repeats(int8_linear.TRITON, *INT8[name], times=2)
+
+
+@pytest.mark.parametrize("name", INT8_BLOCKS)
+def test_guards_and_repeats_of_int8_ffn(name):
+    checks.guards_and_repeats(int8_ffn.TRITON, *INT8_BLOCKS[name], times=2)
 
 
 def test_a_write_beside_a_tensor_is_seen(monkeypatch):
@@ -93,6 +101,10 @@ def test_contract_items_of_rotary(tmp_path):
 
 def test_contract_items_of_int8_linear(tmp_path):
     checks.contract_items(int8_linear.TRITON, tmp_path, "-2x17-", "NaN in a row", count=4)
+
+
+def test_contract_items_of_int8_ffn(tmp_path):
+    checks.contract_items(int8_ffn.TRITON, tmp_path, "-misaligned-2x17-", "hidden layer of zeros", count=2)
 
 
 def test_contract_items(tmp_path):

@@ -47,7 +47,16 @@ def _cpu(call: Call) -> str | None:
     return _library.why_not_inference("int8_ffn", "cpu", call.device, call.training)
 
 
-SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
+def _triton(call: Call) -> str | None:
+    if call.dtype == torch.float64:
+        return "has no float64 kernels"
+    if not call.dynamic:
+        return "has kernels for rows that are rounded alone (dynamic=True)"
+    return _library.why_not_inference("int8_ffn", "triton", call.device, call.training)
+
+
+SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
+REMARKS = {"triton": _backend.UNPROVEN}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -122,14 +131,14 @@ def _stand_in(call: Call) -> _backend.StandIn:
     )
 
 
-OP = _backend.register(_backend.Op("int8_ffn", SUPPORT, prefer, describe, bucket, _stand_in))
+OP = _backend.register(_backend.Op("int8_ffn", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
 _CHOICES = _backend.Choices()  # (backend, Call)
 _FWD = _library.declare(
     "int8_ffn_fwd",
     "(Tensor x, Tensor w1, Tensor scale1, Tensor? b1, Tensor w2, Tensor scale2, Tensor? b2, Tensor? gate, "
     "Tensor? gate_scale, int activation, bool dynamic) -> Tensor",
     lambda x, w1, scale1, b1, w2, *rest: x.new_empty((x.shape[0], w2.shape[0])),
-    ("cpu",),
+    ("cpu", "triton"),
 )
 
 
@@ -165,7 +174,7 @@ def int8_ffn(
         gate_scale: (F,), float32, with a gate.
         dynamic: rounds rows of x and of the hidden activation to int8. False multiplies them as they are: for a few
             rows, where the weights' way from memory is the cost.
-        backend: "reference" | "aten" | "cpu", or None to choose automatically.
+        backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
 
     Returns:
         (..., Eo), dtype and device of ``x``, contiguous.
@@ -173,7 +182,8 @@ def int8_ffn(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: shapes, dtypes or devices disagree (the message names argument, expected, got).
-        BackendError: ``backend`` was named and cannot run this call; "cpu" computes no gradients.
+        BackendError: ``backend`` was named and cannot run this call; "cpu" and "triton" compute no gradients, "triton"
+            rounds rows always.
 
     Numerics: the hidden activation is float32 (float64 for float64), y is rounded once. Deterministic. Where
         ``dynamic`` the products are exact, the hidden activation's last bit may decide an integer, and a row that holds
@@ -181,7 +191,7 @@ def int8_ffn(
         roundings as if they were not there.
     Cost: 4 M E F operations (6 with a gate); M = product of the leading dimensions. On cpu many rows go by tiles of 64,
         which need no memory that grows with M beyond x and y; fewer than 128 a thread, and all where not ``dynamic``,
-        keep the hidden activation.
+        keep the hidden activation. triton keeps it too: 5 bytes an element, written once and read once.
     Source: Dettmers et al., "LLM.int8()" (2022), section 2.1, for both products of ``ops.ffn``.
 
     Example:

@@ -75,7 +75,7 @@ def assert_nan_stays_in_its_row(op: str, inputs: Mapping[str, Any], backend: str
     """NaN in a row of x makes that row of y NaN, and changes no bit of the other rows of the outputs and of dx.
 
     Args:
-        op: "ffn", one of the norms, "int8_linear", or "linear_cross_entropy" without a reduction.
+        op: "ffn", one of the norms, "int8_linear", "int8_ffn", or "linear_cross_entropy" without a reduction.
         inputs: its arguments, x of at least two rows (M, N).
         backend: the backend to name.
     """

@@ -195,13 +195,16 @@ def product(
 @triton.jit
 def columns(t, part: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Part 0, 1, ... of the columns of a tile; what ends a sum needs as many registers less as there are PARTS."""
-    tl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4)
+    tl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4 or PARTS == 8)
     value = t
     if PARTS > 1:
         left, right = tl.split(tl.permute(tl.reshape(t, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         value = left if part < PARTS // 2 else right
-        if PARTS == 4:
+        if PARTS >= 4:
             left, right = tl.split(tl.permute(tl.reshape(value, (BLOCK_M, 2, BLOCK_N // 4)), (0, 2, 1)))
+            value = left if part // (PARTS // 4) % 2 == 0 else right
+        if PARTS == 8:
+            left, right = tl.split(tl.permute(tl.reshape(value, (BLOCK_M, 2, BLOCK_N // 8)), (0, 2, 1)))
             value = left if part % 2 == 0 else right
     return value
 

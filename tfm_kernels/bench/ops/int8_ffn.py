@@ -32,7 +32,7 @@ def arguments(case: Int8Ffn, dtype: str, device: str = "cpu") -> dict[str, Any]:
 
 def eager(case: Int8Ffn, given: Mapping[str, Any]) -> Eager:
     def floats(name: str, steps: str) -> Tensor:
-        return (given[name] * given[steps][:, None]).to(given["x"].dtype)
+        return (given[name] * given[steps].unsqueeze(1)).to(given["x"].dtype)
 
     block = {"x": given["x"], "w1": floats("w1", "scale1"), "b1": given["b1"], "w2": floats("w2", "scale2")}
     gate = {"gate": floats("gate", "gate_scale")} if case.gated else {}
