@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WAYS = [False, True]  # gated
 PARTS = (5, 400, 75, 24)  # the first product's k is cut
 LARGE = [
-    pytest.param(size, marks=pytest.mark.slow) for size in ((19, 400, 75, 24), (16, 129, 600, 300), FEW[2], *TILES)
+    pytest.param(size, marks=pytest.mark.slow) for size in ((19, 400, 75, 24), (16, 129, 600, 300), FEW[2], *TILES[:3])
 ]
 
 
