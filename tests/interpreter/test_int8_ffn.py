@@ -165,20 +165,22 @@ def test_nothing_of_something(shape, gated):
 def test_opcheck(gated):
     given = block(5, 12, 9, 7, gated=gated)
     names = ["x", "w1", "scale1", "b1", "w2", "scale2", "b2", "gate", "gate_scale"]
-    arguments = *(given.get(name) for name in names), 1
+    arguments = *(given.get(name) for name in names), 1, True
     torch.library.opcheck(torch.ops.tfm_kernels.int8_ffn_fwd_triton.default, arguments)
 
 
 def test_traced_whole():
     """To the bits of the plain call."""
     torch.compiler.reset()
-    semantics.test_traced_whole("triton")
+    semantics.test_traced_whole("triton", True)
 
 
 def test_what_it_cannot_run():
     given = block(5, 8, 12, 8, gated=True)
     with pytest.raises(tfk.BackendError, match="has no float64 kernels"):
         run(block(5, 8, 12, 8, torch.float64))
+    with pytest.raises(tfk.BackendError, match=r"has kernels for rows that are rounded alone \(dynamic=True\)"):
+        run(block(5, 8, 12, 8, dynamic=False))
     with pytest.raises(tfk.BackendError, match="computes no gradients; call it under torch.no_grad"):
         run(given | {"x": given["x"].requires_grad_()})
     with torch.no_grad():
@@ -198,15 +200,17 @@ def test_what_it_cannot_run():
         ({"x": plain["x"][0]}, r"x must have 2 dimensions, got shape \(8,\)"),
     ]:
         with pytest.raises(ValueError, match=sentence):
-            operator(*(plain | change).values(), 1)
+            operator(*(plain | change).values(), 1, True)
     with pytest.raises(ValueError, match=r"activation must lie in 0..3, got 4"):
-        operator(*plain.values(), 4)
+        operator(*plain.values(), 4, True)
+    with pytest.raises(ValueError, match="dynamic must be True"):
+        operator(*plain.values(), 1, False)
     wide = lambda rows, dtype=torch.int8: torch.zeros(1, dtype=dtype).expand(rows, _int8.MAX_WIDTH + 1)
     one, steps = torch.zeros(1, 1, dtype=torch.int8), torch.ones(1)
     with pytest.raises(ValueError, match="x must have at most 131072 columns, got 131073"):
-        operator(wide(1, torch.float32), wide(1), steps, None, one, steps, None, None, None, 0)
+        operator(wide(1, torch.float32), wide(1), steps, None, one, steps, None, None, None, 0, True)
     with pytest.raises(ValueError, match="w2 must have at most 131072 columns, got 131073"):
-        operator(steps[None], wide(1).T, wide(1, torch.float32)[0], None, wide(1), steps, None, None, None, 0)
+        operator(steps[None], wide(1).T, wide(1, torch.float32)[0], None, wide(1), steps, None, None, None, 0, True)
 
 
 def test_the_second_product_is_int8_linears(monkeypatch):

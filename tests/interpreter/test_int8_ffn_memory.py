@@ -37,7 +37,7 @@ def space():
 def test_arguments_with_far_rows(space, name):
     """17 rows, the last lies FAR elements behind the first."""
     given = block(17, 48, 17, 17, gated=True)
-    run = lambda given: torch.ops.tfm_kernels.int8_ffn_fwd_triton(*(given[name] for name in NAMES), 3)
+    run = lambda given: torch.ops.tfm_kernels.int8_ffn_fwd_triton(*(given[name] for name in NAMES), 3, True)
     t = given[name]
     far = space.view(t.dtype).as_strided(t.shape, (FAR // 16, 1)).copy_(t)
     assert torch.equal(run(given | {name: far}), run(given))
