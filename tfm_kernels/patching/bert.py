@@ -57,13 +57,16 @@ _LAYER = Known(
 def _why_not_layer(layer: Any, encoder_hidden_states: Any, cache: Any, kwargs: dict[str, Any]) -> str | None:
     if encoder_hidden_states is not None or cache is not None:
         return "it was called with encoder_hidden_states or a cache"
+    reason = _LAYER.why_not(layer)
+    if reason is not None:
+        return reason
     if layer.chunk_size_feed_forward:
         return "config.chunk_size_feed_forward is set"
     if not huggingface.is_ours(layer.attention.self.config):
         return "its model's attention implementation was set to another one"
     if huggingface.wants_weights(kwargs):
         return "output_attentions was asked for"
-    return huggingface.unknown_keywords(kwargs) or _LAYER.why_not(layer)
+    return huggingface.unknown_keywords(kwargs)
 
 
 def _fuse_layer(original: Any) -> type:

@@ -41,13 +41,16 @@ _BLOCK = Known(
 
 
 def _why_not(layer: Any, kwargs: dict[str, Any]) -> str | None:
+    reason = _BLOCK.why_not(layer)
+    if reason is not None:
+        return reason
     if layer.ffn.chunk_size_feed_forward:
         return "config.chunk_size_feed_forward is set"
     if not huggingface.is_ours(layer.attention.config):
         return "its model's attention implementation was set to another one"
     if huggingface.wants_weights(kwargs):
         return "output_attentions was asked for"
-    return huggingface.unknown_keywords(kwargs) or _BLOCK.why_not(layer)
+    return huggingface.unknown_keywords(kwargs)
 
 
 def _fuse(original: Any) -> type:

@@ -5,8 +5,9 @@ result; a 16-bit weight is kept as float32 where 16-bit products are emulated. P
 nothing: oneDNN reaches 0.8 to 0.9 of F.linear's rate there, packed or not (16 to 8192 rows, Zen 3). The copies are made
 at the first call that pays for them and lie beside the modules, not in them: no state_dict, deepcopy or pickle holds
 one, and what they make is frozen again and makes its own. A copy whose weight was changed or replaced is made anew, and
-all are after a step of any optimizer; the one change that cannot be noticed is a write past PyTorch's count of them
-(``_version``), by ``.data`` or from NumPy.
+all are after a step of any optimizer. A write past PyTorch's count of them (``_version``), by ``.data`` or from NumPy,
+is noticed where it changes one of 256 elements that each call compares: as merging an adapter does (peft writes
+``weight.data += ...``), and writing to a few elements by hand need not.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ FROZEN = "_tfm_kernels_frozen"  # in a module's __dict__, so that copies of a fr
 # 384 x 384 to 3072 x 768 in float32 and bfloat16); with fewer rows F.linear is also three times as exact.
 _ROWS = 16
 _PRODUCTS = 2**23  # rows times elements of the weight
+_SAMPLED = 16  # rows and columns of a weight that each call compares with what they were
 _REFUSAL = (
     "patch: a model patched with freeze=True is for inference alone, so call model.eval() and run it under "
     "torch.no_grad() or torch.inference_mode(), or give its weights free by patch(model) or unpatch(model)"
@@ -40,11 +42,13 @@ class _Copy:
     Attributes:
         source: an alias of the weight; while it lives, no other tensor can get the same memory.
         version: how often the weight had been written to.
+        sample: (<= 16, <= 16) of its elements, from all over it.
         packed: the copy.
     """
 
     source: Tensor
     version: int
+    sample: Tensor
     packed: Tensor
 
     def is_of(self, weight: Tensor) -> bool:
@@ -56,7 +60,14 @@ class _Copy:
             and source.dtype == weight.dtype
             and source.shape == weight.shape
             and source.stride() == weight.stride()
+            and torch.equal(self.sample, _sample(weight))
         )
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """At most 16 x 16 elements of a weight (out, in), a view."""
+    step = [-(-size // _SAMPLED) for size in weight.shape]
+    return weight.detach()[:: step[0], :: step[1]]
 
 
 _copies: weakref.WeakKeyDictionary[nn.Module, _Copy] = weakref.WeakKeyDictionary()
@@ -105,7 +116,7 @@ def product(x: Tensor, module: nn.Module, weight: Tensor, bias: Tensor | None) -
     copy = _copies.get(module)
     if copy is None or not copy.is_of(weight):
         source = weight.detach()
-        copy = _copies[module] = _Copy(source, weight._version, onednn.pack(source.float()))
+        copy = _copies[module] = _Copy(source, weight._version, _sample(source).clone(), onednn.pack(source.float()))
     return onednn.product(x.float(), copy.packed, None if bias is None else bias.float()).to(x.dtype)
 
 

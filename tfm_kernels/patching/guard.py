@@ -86,10 +86,14 @@ def spans_rows(module: nn.Module) -> bool:
 
 
 def child(owner: nn.Module, path: str) -> Any:
-    """The descendant at a dotted path; faster than get_submodule, and traceable."""
+    """The descendant at a dotted path; faster than get_submodule, and traceable.
+
+    A wrapper that was put on the way may hand on what it does not have itself, as peft's do.
+    """
     module: Any = owner
     for name in path.split("."):
-        module = module._modules[name]
+        inner = module._modules.get(name)
+        module = getattr(module, name) if inner is None else inner
     return module
 
 
@@ -143,9 +147,14 @@ def why_not_stock(owner: nn.Module, paths: Iterable[str]) -> str | None:
 
 
 def tracing(*tensors: torch.Tensor) -> bool:
-    """Whether data must not be looked at: compile, export, jit or CUDA capture make a graph, torch.func transforms."""
+    """Whether data must not be looked at: compile, export, jit or CUDA capture make a graph, torch.func transforms.
+
+    Or there is none, as on the meta device.
+    """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or _library.transformed():
         return True
     if any(type(t) is not torch.Tensor and type(t) is not nn.Parameter for t in tensors):
         return True  # fake tensors, proxies, other subclasses
+    if any(t.is_meta for t in tensors):
+        return True
     return any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()

@@ -126,8 +126,8 @@ def named_arguments(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]]
 
 
 def file_of(module: nn.Module) -> Any:
-    """The Python module that a module's own class is written in; None where the process does not know it."""
-    return sys.modules.get(swap.original_class(module).__module__)
+    """The Python module that a module's own forward is written in; None where the process does not know it."""
+    return sys.modules.get(swap.found_class(module).forward.__module__)  # type: ignore[attr-defined]
 
 
 def interface(module: Any) -> Callable[..., Any]:
@@ -276,7 +276,20 @@ def switch(model: Any, backend: str | None, pack: bool) -> list[nn.Module]:
                 name = swap.options(module).previous or name
             module.__dict__[swap.OPTIONS] = swap.Options(RECIPE, backend, pack, previous=name)
             taken.append(module)
+    for module in taken:
+        for config in _copied(module):
+            if config._attn_implementation in REPLACES or is_ours(config):
+                config._attn_implementation = implementation(backend)
     return taken
+
+
+def _copied(model: Any) -> list[Any]:
+    """The configs of modules in a model that are copies of its own, as a deepcopy of a layer or attention has one.
+
+    The model sets its own alone; yet all its layers get the masks that its own asks for.
+    """
+    held = (module.__dict__.get("config") for module in model.modules() if not is_model(module))
+    return [config for config in held if type(config) is type(model.config) and config is not model.config]
 
 
 def _original(config: Any) -> str:
@@ -298,6 +311,9 @@ def switch_back(outer: Iterable[nn.Module]) -> None:
     for module, name in wanted.items():  # what an outer model is set to goes through to the inner ones, which follow
         if name is not None and module.config._attn_implementation != name:
             module.set_attn_implementation(name)
+        for config in _copied(module) if name is not None else ():
+            if is_ours(config):
+                config._attn_implementation = name
 
 
 swap.on_load[RECIPE] = register

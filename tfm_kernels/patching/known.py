@@ -57,14 +57,14 @@ class Known:
             return guard.GLOBAL_HOOKS
         if not ordinary(*module._parameters.values()):
             return "its weights are no ordinary tensors"
-        for path, cls in self.reads.items():
-            reason = guard.why_not_plain(module, path, *(cls if isinstance(cls, tuple) else (cls,)))
-            if reason is not None:
-                return reason
-        for path, own in self._passed.items():
+        for path, own in self._passed.items():  # before what is read below them, which may not be there any more
             reason = guard.why_not_left_alone(module, path)
             if reason is None and not all(self._says(module, place) for place in own):  # another may be in its place
                 reason = f"{path} is {type(guard.child(module, path)).__name__}, whose forward is not the known one"
+            if reason is not None:
+                return reason
+        for path, cls in self.reads.items():
+            reason = guard.why_not_plain(module, path, *(cls if isinstance(cls, tuple) else (cls,)))
             if reason is not None:
                 return reason
         return None if self.activation is None else block.why_not_activation(self.function(module))

@@ -40,10 +40,11 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
             for the matrix library from call to call: for inference on a CPU, at the price of a second copy of them (in
             float32), made at the first call that is large enough to gain. A frozen module in training mode or asked for
             a gradient raises RuntimeError. Weights may be loaded, assigned, moved and written to in place: their copies
-            are made anew. They must not be written to past PyTorch's count of writes, by ``.data`` or from NumPy: that
-            would not be noticed. The copies are in no state_dict, deepcopy or pickle; ``unpatch`` drops them; under
-            torch.compile and torch.autocast they are not used. On processors with AVX2 and no AVX-512, where the
-            library is slower than what runs without them, none is made.
+            are made anew; so does merging an adapter into them. A few of their elements must not be written to past
+            PyTorch's count of writes, by ``.data`` or from NumPy: that need not be noticed. The copies are in no
+            state_dict, deepcopy or pickle; ``unpatch`` drops them; under torch.compile and torch.autocast they are not
+            used. On processors with AVX2 and no AVX-512, where the library is slower than what runs without them, none
+            is made.
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda" for every fused op, or None to choose automatically.
 
     Returns:
