@@ -1,6 +1,7 @@
 """patch() changes classes and nothing else, and everything comes back: copies, pickles, twice, twice back."""
 
 import copy
+import inspect
 import io
 import pickle
 import subprocess
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.models import batch, bert, distilbert, encoder, transformers
+from tests.patching.models import batch, bert, decoder, distilbert, encoder, transformers
 from tfm_kernels.patching import swap
 
 
@@ -180,6 +181,48 @@ def test_sharded_classes_are_rebased():
     assert "before its class was derived from" in report.entries[0].note
     assert tfk.unpatch(model) and type(model).__bases__ == (Sharded, nn.Sequential)
     assert torch.equal(call(model), stock)
+
+
+@pytest.mark.parametrize("path", ["encoder.layer.0", "encoder.layer.0.output"])
+def test_sharded_layers_of_transformers_run_their_own_code_again(path):
+    """transformers wraps the forward of each class derived from one of its layers, as fully_shard's is."""
+    model = bert()
+    stock = call(model)
+    tfk.patch(model)
+    layer = model.get_submodule(path)
+    layer.__class__ = type("FSDPLayer", (type("FSDPModule", (), {}), type(layer)), {})
+    torch.testing.assert_close(call(model), stock)
+    tfk.unpatch(model)
+    assert inspect.unwrap(type(layer).forward).__module__.startswith("transformers.")
+    assert torch.equal(call(model), stock)
+
+
+def test_a_sharded_attention_still_finds_its_file():
+    model = decoder("llama")
+    ids = batch()[0]
+    stock = model(ids).logits
+    tfk.patch(model)
+    for layer in model.model.layers:
+        kind = type(layer.self_attn)
+        layer.self_attn.__class__ = type("FSDPAttention", (type("FSDPModule", (), {}), kind), {"__module__": "torch"})
+    torch.testing.assert_close(model(ids).logits, stock)
+    tfk.unpatch(model)
+    assert torch.equal(model(ids).logits, stock)
+
+
+def test_layers_that_were_copied_are_given_our_masks_and_theirs_back():
+    """A deepcopy of a layer has a config of its own, which its model's setting does not reach."""
+    model = decoder("llama")
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    model.model.layers[2].self_attn.layer_idx = 2
+    ids, mask = batch()
+    stock = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    with tfk.patch(model) as report:
+        torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()], stock)
+        assert model.model.layers[2].self_attn.config._attn_implementation == "tfm_kernels"
+        assert report.fallbacks == {}
+    assert model.model.layers[2].self_attn.config._attn_implementation == "sdpa"
+    assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()], stock)
 
 
 def test_modules_of_tfm_kernels_stay_what_they_are():

@@ -121,6 +121,7 @@ def _fuse_layer(
     after_mlp: str | None,
     dropout: str | None,
     scale: str | None,
+    by_name: bool,
 ) -> Callable[[Any], type]:
     def fuse(original: Any) -> type:
         named = huggingface.named_arguments(original)
@@ -132,7 +133,8 @@ def _fuse_layer(
                 reason = known.why_not(self) or why_not(self) or why_not_sum_and_norm(middle, hidden_states)
                 if fell_back(self, reason):
                     return super().forward(hidden_states, **told)
-                x, _ = guard.child(self, attention)(hidden_states=self.input_layernorm(hidden_states), **told)
+                x, attend = self.input_layernorm(hidden_states), guard.child(self, attention)
+                x, _ = attend(hidden_states=x, **told) if by_name else attend(x, **told)
                 if after_attention is not None:
                     x = guard.child(self, after_attention)(x)
                 factor = None if scale is None else getattr(self, scale)
@@ -212,6 +214,7 @@ def register_layer(
     after_mlp: str | None = None,
     dropout: str | None = None,
     scale: str | None = None,
+    by_name: bool = True,
 ) -> None:
     """A recipe for a pre-norm layer: input_layernorm, attention, sum, norm, mlp, sum.
 
@@ -226,6 +229,7 @@ def register_layer(
         after_mlp: the same of the mlp.
         dropout: an nn.Dropout of attention's output before the sum, run with it in one pass, or None.
         scale: name of a number that both branches are multiplied by before their sums, or None.
+        by_name: whether its own code gives attention its hidden states by name, which is how hooks then see them.
     """
 
     def recognise(module: nn.Module) -> bool | str:
@@ -237,7 +241,7 @@ def register_layer(
     def _has_another_norm(module: nn.Module) -> bool:
         return norm in known.reads and original_class(guard.child(module, norm)) is not known.reads[norm]
 
-    fuse = _fuse_layer(known, why_not, attention, mlp, norm, after_attention, after_mlp, dropout, scale)
+    fuse = _fuse_layer(known, why_not, attention, mlp, norm, after_attention, after_mlp, dropout, scale, by_name)
     kind = "RMSNorm" if is_rms(known, norm) else "LayerNorm"
     what = f"dropout, sum and {kind} in one pass" if dropout else f"sum and {kind} in one pass"
     register_recipe(Recipe(f"{family}.layer", recognise, fuse, what, known.covers), first=known.shares)

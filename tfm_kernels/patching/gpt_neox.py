@@ -53,5 +53,5 @@ def _side_by_side(layer: Any) -> str | None:
 register_recipe(Recipe("gpt_neox.attention", turns(_ATTENTION), _fuse_attention, ATTENTION), first=False)
 register_layer(
     "gpt_neox", _LAYER, why_not=_side_by_side, attention="attention", after_mlp="post_mlp_dropout",
-    dropout="post_attention_dropout",
+    dropout="post_attention_dropout", by_name=False,
 )  # fmt: skip

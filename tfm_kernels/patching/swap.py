@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import sys
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -75,6 +76,14 @@ def original_class(module: nn.Module) -> type:
     return _originals.get(type(module), type(module))
 
 
+def found_class(module: nn.Module) -> type:
+    """The class that patching met, or would: ``original_class``, also where a class was derived from the fused one."""
+    cls = type(module)
+    if cls in _originals:
+        return _originals[cls]
+    return next((_originals[base] for base in cls.__mro__ if base in _originals), cls)
+
+
 def is_fused(module: nn.Module) -> bool:
     """Whether patching gave the module its class, or the one that its class was derived from (as FSDP2 does).
 
@@ -108,7 +117,7 @@ def note(module: nn.Module, told: Options) -> None:
 
 def _has_backend(module: nn.Module) -> bool:
     """Whether the fused class, of tfm_kernels.nn, keeps the backend in a place of its own."""
-    return hasattr(type(module), "backend") and not hasattr(original_class(module), "backend")
+    return hasattr(type(module), "backend") and not hasattr(found_class(module), "backend")
 
 
 def restore(module: nn.Module) -> bool:
@@ -117,15 +126,26 @@ def restore(module: nn.Module) -> bool:
         return False
     if is_fused(module) and _has_backend(module):
         module.__dict__.pop("backend", None)
-    bases = type(module).__bases__
-    if type(module) in _originals:
-        module.__class__ = _originals[type(module)]
+    fused, bases = type(module), type(module).__bases__
+    if fused in _originals:
+        module.__class__ = _originals[fused]
     elif any(base in _originals for base in bases):  # as fully_shard derives FSDPName(FSDPModule, Fused), parametrize
-        own = {name: value for name, value in vars(type(module)).items() if name not in ("__dict__", "__weakref__")}
-        module.__class__ = type(type(module).__name__, tuple(_originals.get(base, base) for base in bases), own)
+        own = {name: value for name, value in vars(fused).items() if _is_own(name, value, bases)}
+        module.__class__ = type(fused.__name__, tuple(_originals.get(base, base) for base in bases), own)
+    for name, value in module.__dict__.items():  # what accelerate's hooks keep, and leave as ``forward`` when they go
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            if value.__func__ is getattr(fused, value.__name__, None):
+                module.__dict__[name] = getattr(type(module), value.__name__).__get__(module)
     del module.__dict__[OPTIONS]
     _fallbacks.pop(module, None)
     return True
+
+
+def _is_own(name: str, value: Any, bases: tuple[type, ...]) -> bool:
+    """Whether a derived class has an attribute of its own; making the class anew wraps a base's method once more."""
+    wrapped = getattr(value, "__wrapped__", None)  # as transformers wraps the forward of each subclass of its layers
+    inherited = wrapped is not None and any(getattr(base, name, None) is wrapped for base in bases)
+    return not inherited and name not in ("__dict__", "__weakref__")
 
 
 def fell_back(module: nn.Module, reason: str | None) -> bool:
