@@ -1,0 +1,68 @@
+"""transformers.Trainer with a patched model: losses, gradients' norms and checkpoints are the stock model's.
+
+The Trainer asks for accelerate, which is not among the packages of the tests; nothing smaller behaves as it does.
+"""
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tests.patching.models import bert, decoder, transformers
+
+pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers.Trainer needs")
+CLASSIFIER = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS = {
+    "llama": lambda: decoder("llama"),
+    "gpt_neox": lambda: decoder("gpt_neox", use_parallel_residual=False),
+    "phi3": lambda: decoder("phi3"),
+    "bert": lambda: transformers().BertForSequenceClassification(bert(**CLASSIFIER).config),
+}
+CHECKPOINTED = {"gradient_checkpointing": True}
+OPTIONS = {
+    "plain": {},
+    "reentrant": {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "not reentrant": {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "bf16": {"bf16": True},
+    "accumulation": {"gradient_accumulation_steps": 2},
+}
+
+
+def example(kind, i):
+    length = 4 + i % 6
+    mask = (torch.arange(10) < length).long()
+    ids = torch.randint(1, 99, (10,), generator=torch.Generator().manual_seed(i)) * mask
+    labels = torch.tensor(i % 2) if kind == "bert" else ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def trained(kind, folder, patched, **options):
+    """(losses, norms of gradients) of three steps, and the model that was saved after them, as it is loaded."""
+    hf = transformers()
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    report = tfk.patch(model) if patched else None
+    told = hf.TrainingArguments(
+        str(folder), max_steps=3, save_steps=3, logging_steps=1, per_device_train_batch_size=4, optim="sgd",
+        learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True, seed=1, **options,
+    )  # fmt: skip
+    trainer = hf.Trainer(model=model, args=told, train_dataset=[example(kind, i) for i in range(24)])
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "grad_norm" in row]
+    assert patched is False or (report.replaced and report.fallbacks == {})
+    saved = type(model).from_pretrained(folder / "checkpoint-3")
+    assert saved.config._attn_implementation == "sdpa"
+    assert "tfm_kernels" not in (folder / "checkpoint-3" / "config.json").read_text()
+    for (name, given), wanted in zip(saved.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(given, wanted), name
+    return torch.tensor([[row["loss"], row["grad_norm"]] for row in steps])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_three_steps(tmp_path, kind, options):
+    wanted = trained(kind, tmp_path / "stock", False, **OPTIONS[options])
+    given = trained(kind, tmp_path / "patched", True, **OPTIONS[options])
+    assert wanted.shape == (3, 2)
+    dtype = torch.bfloat16 if options == "bf16" else torch.float32  # whose rounding may differ
+    torch.testing.assert_close(given.to(dtype), wanted.to(dtype))
