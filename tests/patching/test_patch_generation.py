@@ -1,7 +1,7 @@
-"""generate() of patched decoders: greedy tokens are the stock model's, with every kind of cache and of search.
+"""generate() of patched decoders: greedy tokens are the stock model's, with the caches and searches that run here.
 
-Not here: caches kept away from the accelerator, which need CUDA; quantized ones, which need packages that these tests do
-without; contrastive search and group beams, whose code transformers now loads from the network.
+Not here: offloaded caches, which need CUDA; quantized ones, which need packages that these tests do without;
+contrastive search and group beams, whose code transformers now loads from the network.
 """
 
 import copy
