@@ -38,7 +38,9 @@ def _covers(known: Known) -> Callable[[Any], list[nn.Module]]:
     return lambda layer: [module for module in known.covers(layer) if module is not called(layer)]
 
 
-def _fuse_layer(known: Known) -> Any:
+def _fuse_layer(known: Known, by_name: bool) -> Any:
+    """``by_name``: how its own code gives attention its hidden states, and hooks then see them."""
+
     def fuse(original: Any) -> type:
         named = huggingface.named_arguments(original)
 
@@ -51,7 +53,7 @@ def _fuse_layer(known: Known) -> Any:
                 told = {name: given for name, given in told.items() if name not in _NOT_ATTENDED}
                 before = _normed_before(self)
                 x = self.self_attn_layer_norm(hidden_states) if before else hidden_states
-                x, _ = self.self_attn(hidden_states=x, **told)
+                x, _ = self.self_attn(hidden_states=x, **told) if by_name else self.self_attn(x, **told)
                 p: Any = {"dropout_p": self.dropout if self.training else 0.0, "backend": backend(self)}
                 if before:
                     y, z = block.add_norm(x, hidden_states, self.final_layer_norm, **p)
@@ -96,8 +98,8 @@ def _fuse_attention(original: Any) -> type:
 
 _WHAT = "sums with LayerNorm, and feed-forward"
 for _recipe in (
-    Recipe("opt.layer", _OPT.recognise, _fuse_layer(_OPT), _WHAT, _covers(_OPT)),
-    Recipe("xglm.layer", _XGLM.recognise, _fuse_layer(_XGLM), _WHAT, _covers(_XGLM)),
+    Recipe("opt.layer", _OPT.recognise, _fuse_layer(_OPT, True), _WHAT, _covers(_OPT)),
+    Recipe("xglm.layer", _XGLM.recognise, _fuse_layer(_XGLM, False), _WHAT, _covers(_XGLM)),
     Recipe("xglm.attention", _XGLM_ATTENTION.recognise, _fuse_attention, "attention", unasked=("output.1",)),
 ):
     register_recipe(_recipe)  # first: other layers have the same children

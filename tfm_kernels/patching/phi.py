@@ -40,9 +40,9 @@ def _normed(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Heads:
     return (self.q_layernorm(q), self.k_layernorm(k), v) if self.qk_layernorm else (q, k, v)
 
 
-def _split_heads(self: Any, x: Tensor) -> Heads:
-    q, k, v = (t.transpose(1, 2) for t in self._split_heads(self.query_key_value(x)))
-    return _normed(self, q, k, v)
+def _split_heads(self: Any, x: Tensor) -> Any:
+    """Normalised before they are transposed."""
+    return tuple(t.transpose(1, 2) for t in _normed(self, *self._split_heads(self.query_key_value(x))))
 
 
 def _normed_heads(self: Any, x: Tensor) -> Heads:
