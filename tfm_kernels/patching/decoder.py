@@ -17,7 +17,7 @@ from .huggingface_norm import is_rms, sum_and_norm, why_not_sum_and_norm
 from .known import Known
 from .registry import Recipe, backend, register_recipe
 from .rotary import turned, turns
-from .swap import fell_back, original_class
+from .swap import fell_back, found_class
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMED = (*PROJECTIONS, "q_norm", "k_norm")
@@ -239,7 +239,7 @@ def register_layer(
         return why_not(module) or True if answer is True else answer
 
     def _has_another_norm(module: nn.Module) -> bool:
-        return norm in known.reads and original_class(guard.child(module, norm)) is not known.reads[norm]
+        return norm in known.reads and found_class(guard.child(module, norm)) is not known.reads[norm]
 
     fuse = _fuse_layer(known, why_not, attention, mlp, norm, after_attention, after_mlp, dropout, scale, by_name)
     kind = "RMSNorm" if is_rms(known, norm) else "LayerNorm"

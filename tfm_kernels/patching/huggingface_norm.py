@@ -14,7 +14,7 @@ from .._autocast import autocast_dtype
 from . import block, source
 from .huggingface_parts import register_unary
 from .known import Known
-from .swap import options, original_class
+from .swap import found_class, options
 
 _IN_FLOAT64 = "in float64 its own code takes the variance in float32"
 _ANOTHER_DTYPE = "its weight has another dtype than its input"
@@ -94,8 +94,8 @@ _KINDS = {
 
 
 def _kind(norm: Any) -> _Kind:
-    cls: Any = original_class(norm)
-    return _TORCH if cls is nn.LayerNorm else _KINDS[source.fingerprint(cls.forward)]  # type: ignore[index]
+    cls: Any = found_class(norm)
+    return _TORCH if issubclass(cls, nn.LayerNorm) else _KINDS[source.fingerprint(cls.forward)]  # type: ignore[index]
 
 
 def is_rms(known: Known, path: str) -> bool:
