@@ -91,6 +91,13 @@ def test_contract_bigger(dtype):
     assert_contract("ffn", block(192, 192, 768, 192, dtype) | {"activation": "gelu"}, "cpu")
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("width", [960, 1024, 2048])
+def test_long_sums_are_as_exact_as_a_blas(width, gated):
+    """Of float32, of more rows than the kernels of few take: at these widths one sum of them all would not be."""
+    assert_contract("ffn", block(64, width, 256, 128, gated=gated), "cpu")
+
+
 @pytest.mark.parametrize("backend", ["reference", "aten"])
 def test_contract_of_the_others(backend):
     given = block(33, 24, 40, 24, torch.bfloat16, gated=True)
