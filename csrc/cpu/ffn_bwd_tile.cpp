@@ -118,7 +118,7 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
     const bool accumulate = row + s > 0;
     if (args.needs_dh())
       times_panels(args, m, Eo, dy + s * args.dy_rows_ld, args.dy_rows_ld, w2, panels, dh,
-                   kLongestGradientSum);
+                   std::min(kLongestGradientSum, longest_sum<T>(kGradientPanel)));
     if (w1)
       times_panels(args, m, E, x + s * args.x_rows_ld, args.x_rows_ld, w1, panels, h,
                    longest_sum<T>(kGradientPanel));

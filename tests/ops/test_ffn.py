@@ -96,6 +96,7 @@ def test_contract_bigger(dtype):
 def test_long_sums_are_as_exact_as_a_blas(width, gated):
     """Of float32, of more rows than the kernels of few take: at these widths one sum of them all would not be."""
     assert_contract("ffn", block(64, width, 256, 128, gated=gated), "cpu")
+    assert_contract("ffn", block(64, 128, 256, width, gated=gated), "cpu")
 
 
 @pytest.mark.parametrize("backend", ["reference", "aten"])
