@@ -219,6 +219,7 @@ setup(
             *("pytest", "pytest-benchmark", "numpy<2.4", "hypothesis"),
             # equal: what these ask for, and the code that patch() recognises, changes with releases
             *("ruff==0.17.6", "mypy==2.4.1", "clang-format==23.1.5", "transformers==5.24.0"),
+            *("peft==0.21.2", "accelerate==1.15.0"),
         ],
     },
     ext_modules=extensions,
