@@ -1,6 +1,9 @@
 """Whether a compiled Triton kernel is what was planned, under the Triton of the committed tables or under another."""
 
+from collections.abc import Callable, Collection, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
@@ -44,3 +47,37 @@ def held(name, found, file):
             raise
         pytest.xfail(f"planned with triton {committed['triton']}, and this is {triton.__version__}: {spill}")
     assert not ours or found == committed["kernels"][name], f"write {file.name} anew, by the command in its table's .py"
+
+
+def tests_of(
+    entries: Mapping[str, Any],
+    measure: Callable[[Any], Mapping[str, Any]],
+    file: Path,
+    fits: Callable[[str, Any, Any], None],
+    quick: Collection[str],
+    count: range,
+) -> tuple[Callable, Callable]:
+    """The two tests that every committed table has: each entry compiled anew, and all of the table as it is.
+
+    Args:
+        entries: name -> what is compiled.
+        measure: measure(entry) -> its figures.
+        file: the committed table.
+        fits: fits(name, entry, figures) raises where they are not as planned.
+        quick: the entries that `make test` compiles.
+        count: how many these may be.
+    """
+
+    @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in entries])
+    def test_compiles_as_planned(name):
+        found = measure(entries[name])
+        with held(name, found, file):
+            fits(name, entries[name], found)
+
+    def test_the_table_is_complete_and_as_planned():
+        committed = table.load(file)["kernels"]
+        assert set(committed) == set(entries) and len(quick) in count
+        for name, found in committed.items():
+            fits(name, entries[name], found)
+
+    return test_compiles_as_planned, test_the_table_is_complete_and_as_planned

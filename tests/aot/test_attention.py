@@ -13,7 +13,7 @@ QUICK = [
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
 
-def fits(name, found):
+def fits(name, entry, found):
     """No byte of stack."""
     uses_the_gpu(name, found)
     plan.keeps_to_registers(name, found)
@@ -33,18 +33,9 @@ def uses_the_gpu(name, found):
         assert found["HMMA"] > 0, f"{name} leaves the matrix units alone: {found}"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
-def test_compiles_without_a_spill(name):
-    found = table.measure(ENTRIES[name])
-    with plan.held(name, found, attention_table.FILE):
-        fits(name, found)
-
-
-def test_the_table_is_complete_and_nothing_in_it_spills():
-    committed = table.load(attention_table.FILE)["kernels"]
-    assert set(committed) == set(ENTRIES) and len(QUICK) >= 6
-    for name, found in committed.items():
-        fits(name, found)
+test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests_of(
+    ENTRIES, table.measure, attention_table.FILE, fits, QUICK, range(6, 100)
+)
 
 
 @pytest.mark.parametrize("arch", attention_table.ARCHS)

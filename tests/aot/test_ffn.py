@@ -2,14 +2,11 @@
 
 import re
 
-import pytest
-
-from tests.aot import ffn_table, plan, table
+from tests.aot import ffn_table, plan
 from tests.aot.sass import MATRIX
 from tfm_kernels.triton import _gemm, ffn_bwd, ffn_fwd
 
 ENTRIES = ffn_table.entries()
-COMMITTED = table.load(ffn_table.FILE)
 QUICK = [
     name
     for name in ENTRIES
@@ -36,17 +33,9 @@ def fits(name, entry, found):
     plan.keeps_to_registers(name, found, stack=128 if backward else 0)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
-def test_compiles_as_planned(name):
-    found = ffn_table.measure(ENTRIES[name])
-    with plan.held(name, found, ffn_table.FILE):
-        fits(name, ENTRIES[name], found)
-
-
-def test_the_table_is_complete_and_as_planned():
-    assert set(COMMITTED["kernels"]) == set(ENTRIES) and 15 <= len(QUICK) <= 25
-    for name, found in COMMITTED["kernels"].items():
-        fits(name, ENTRIES[name], found)
+test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests_of(
+    ENTRIES, ffn_table.measure, ffn_table.FILE, fits, QUICK, range(15, 26)
+)
 
 
 def test_a_stack_in_a_loop_is_seen():

@@ -2,15 +2,12 @@
 
 import re
 
-import pytest
-
-from tests.aot import int8_ffn_table, int8_linear_table, plan, table
+from tests.aot import int8_ffn_table, int8_linear_table, plan
 from tests.aot.test_int8_linear import fits
 from tfm_kernels.triton import _int8, _int8_gemm, int8_ffn_fwd
 
 ENTRIES = int8_ffn_table.entries()
 LINEAR = int8_linear_table.entries()
-COMMITTED = table.load(int8_ffn_table.FILE)
 QUICK = [
     name
     for name in ENTRIES
@@ -18,17 +15,9 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
-def test_compiles_as_planned(name):
-    found = int8_ffn_table.measure(ENTRIES[name])
-    with plan.held(name, found, int8_ffn_table.FILE):
-        fits(name, ENTRIES[name], found)
-
-
-def test_the_table_is_complete_and_as_planned():
-    assert set(COMMITTED["kernels"]) == set(ENTRIES) and 15 <= len(QUICK) <= 25
-    for name, found in COMMITTED["kernels"].items():
-        fits(name, ENTRIES[name], found)
+test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests_of(
+    ENTRIES, int8_ffn_table.measure, int8_ffn_table.FILE, fits, QUICK, range(15, 26)
+)
 
 
 def test_every_launch_is_compiled():

@@ -2,14 +2,11 @@
 
 import re
 
-import pytest
-
-from tests.aot import int8_linear_table, plan, table
+from tests.aot import int8_linear_table, plan
 from tests.aot.test_linear_cross_entropy import fits as fits_as_planned
 from tfm_kernels.triton import _int8, _int8_gemm
 
 ENTRIES = int8_linear_table.entries()
-COMMITTED = table.load(int8_linear_table.FILE)
 QUICK = [
     name for name in ENTRIES if re.search(r"sm_90 int8_gemm (full|parts).* (half|int8)$|sm_100 .*full.* ieee$", name)
 ]
@@ -23,17 +20,9 @@ def fits(name, entry, found):
     fits_as_planned(name, entry, found)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
-def test_compiles_as_planned(name):
-    found = int8_linear_table.measure(ENTRIES[name])
-    with plan.held(name, found, int8_linear_table.FILE):
-        fits(name, ENTRIES[name], found)
-
-
-def test_the_table_is_complete_and_as_planned():
-    assert set(COMMITTED["kernels"]) == set(ENTRIES) and 15 <= len(QUICK) <= 25
-    for name, found in COMMITTED["kernels"].items():
-        fits(name, ENTRIES[name], found)
+test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests_of(
+    ENTRIES, int8_linear_table.measure, int8_linear_table.FILE, fits, QUICK, range(15, 26)
+)
 
 
 def test_every_launch_is_compiled():

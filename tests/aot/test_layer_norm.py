@@ -1,14 +1,12 @@
 """The norms' kernels, compiled: nothing spills, and the figures are those of the committed table."""
 
-import pytest
-
 from tests.aot import plan, table
 
 ENTRIES = table.entries()
 QUICK = [name for name in ENTRIES if name.startswith("sm_90") and "unaligned" not in name and "bf16 full" in name]
 
 
-def fits(name, found):
+def fits(name, entry, found):
     """No byte of stack in any kernel, and registers for as many programs as the launch plans."""
     assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
     if "layer_norm_bwd " in name and " 8 warps" in name and "unaligned" not in name:
@@ -18,18 +16,9 @@ def fits(name, found):
     plan.keeps_to_registers(name, found)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
-def test_compiles_without_a_spill(name):
-    found = table.measure(ENTRIES[name])
-    with plan.held(name, found, table.FILE):
-        fits(name, found)
-
-
-def test_the_table_is_complete_and_nothing_in_it_spills():
-    committed = table.load()["kernels"]
-    assert set(committed) == set(ENTRIES) and len(QUICK) >= 15
-    for name, found in committed.items():
-        fits(name, found)
+test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests_of(
+    ENTRIES, table.measure, table.FILE, fits, QUICK, range(15, 100)
+)
 
 
 def test_every_launch_is_compiled():

@@ -1,13 +1,10 @@
 """linear_cross_entropy's kernels, compiled: nothing spills, and the figures are those of the committed table."""
 
-import pytest
-
-from tests.aot import linear_cross_entropy_table, plan, table
+from tests.aot import linear_cross_entropy_table, plan
 from tests.aot.test_ffn import fits_the_gpu
 from tfm_kernels.triton import _gemm, linear_cross_entropy_bwd, linear_cross_entropy_fwd
 
 ENTRIES = linear_cross_entropy_table.entries()
-COMMITTED = table.load(linear_cross_entropy_table.FILE)
 QUICK = [name for name in ENTRIES if name.startswith("sm_90") and (" half" in name or " warps" not in name)]
 
 
@@ -19,17 +16,9 @@ def fits(name, entry, found):
     plan.keeps_to_registers(name, found)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
-def test_compiles_as_planned(name):
-    found = linear_cross_entropy_table.measure(ENTRIES[name])
-    with plan.held(name, found, linear_cross_entropy_table.FILE):
-        fits(name, ENTRIES[name], found)
-
-
-def test_the_table_is_complete_and_as_planned():
-    assert set(COMMITTED["kernels"]) == set(ENTRIES) and 15 <= len(QUICK) <= 25
-    for name, found in COMMITTED["kernels"].items():
-        fits(name, ENTRIES[name], found)
+test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests_of(
+    ENTRIES, linear_cross_entropy_table.measure, linear_cross_entropy_table.FILE, fits, QUICK, range(15, 26)
+)
 
 
 def test_every_launch_is_compiled():

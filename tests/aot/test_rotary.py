@@ -1,15 +1,13 @@
 """rotary's kernel, compiled: nothing spills, 16 bytes a load and a store, and the figures are the committed table's."""
 
-import pytest
-
-from tests.aot import plan, rotary_table, table
+from tests.aot import plan, rotary_table
 from tfm_kernels.triton import _rotary
 
 ENTRIES = rotary_table.entries()
 QUICK = [name for name in ENTRIES if name.startswith("sm_90") and "x128 " in name and " bf16 by bf16" in name]
 
 
-def fits(name, found):
+def fits(name, entry, found):
     """No byte of stack, no atomics; of aligned rows every load and store takes 16 bytes, past shared memory."""
     assert not {"ATOM", "ATOMG", "RED", "LDGSTS"} & set(found), f"{name}: {found}"
     if "unaligned" not in name:
@@ -20,18 +18,9 @@ def fits(name, found):
     plan.keeps_to_registers(name, found)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ENTRIES])
-def test_compiles_as_planned(name):
-    found = rotary_table.measure(ENTRIES[name])
-    with plan.held(name, found, rotary_table.FILE):
-        fits(name, found)
-
-
-def test_the_table_is_complete_and_as_planned():
-    committed = table.load(rotary_table.FILE)["kernels"]
-    assert set(committed) == set(ENTRIES) and len(QUICK) == 8
-    for name, found in committed.items():
-        fits(name, found)
+test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests_of(
+    ENTRIES, rotary_table.measure, rotary_table.FILE, fits, QUICK, range(8, 9)
+)
 
 
 def test_every_launch_is_compiled():
