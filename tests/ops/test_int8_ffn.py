@@ -146,6 +146,16 @@ def test_what_is_not_finite_stays_in_its_row(value, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_a_hidden_activation_far_in_its_tail(activation, backend):
+    """Zeros in float64, and in float32 what its own rounding leaves: one row's steps are as small."""
+    for shift in range(10, 60, 5):
+        given = block(40, 3, 1, 2, torch.bfloat16, bias=False, activation=activation)
+        given |= {"x": 3 * given["x"], "scale1": torch.tensor([0.05]), "b1": torch.tensor([-shift]).bfloat16()}
+        assert_contract("int8_ffn", given, backend, backward=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_hidden_activation_of_zeros(backend):
     given = block(300, 20, 36, 11, activation="relu")
     given["b1"] = torch.full((36,), -1e6)

@@ -51,6 +51,8 @@ def test_contract(dtype, size, dynamic):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_contract_of_the_others(backend, dtype, dynamic):
     assert_contract("int8_linear", layer(33, 24, 40, dtype, dynamic=dynamic), backend)
+    for size in ((33, 24, 40), (5, 1, 7)):
+        assert_contract("int8_linear", layer(*size, dtype, dynamic=dynamic), backend, backward=False)
 
 
 @pytest.mark.parametrize("dynamic", WAYS)

@@ -50,7 +50,8 @@ def _product(integers: Tensor, weight: Tensor) -> Tensor:
     if integers.is_cuda:  # what cuBLAS asks for
         taken = rows > 16 and width % 8 == 0 and weight.shape[0] % 8 == 0
     else:
-        taken = _EXACT_ON_CPU and integers.device.type == "cpu" and min(rows, width, weight.shape[0]) > 0
+        # of one column it gives what lies in memory (torch 2.13)
+        taken = _EXACT_ON_CPU and integers.device.type == "cpu" and width > 1 and min(rows, weight.shape[0]) > 0
     if taken:
         return torch._int_mm(integers.to(torch.int8), weight.T).to(integers.dtype)
     return F.linear(integers, weight.to(integers.dtype))
