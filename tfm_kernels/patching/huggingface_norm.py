@@ -94,8 +94,8 @@ _KINDS = {
 
 
 def _kind(norm: Any) -> _Kind:
-    cls: Any = found_class(norm)
-    return _TORCH if issubclass(cls, nn.LayerNorm) else _KINDS[source.fingerprint(cls.forward)]  # type: ignore[index]
+    forward = found_class(norm).forward  # type: ignore[attr-defined]  # FSDP2 derives classes that inherit it
+    return _TORCH if forward is nn.LayerNorm.forward else _KINDS[source.fingerprint(forward)]  # type: ignore[index]
 
 
 def is_rms(known: Known, path: str) -> bool:
