@@ -55,11 +55,11 @@ aside:
 	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(ASIDE)
 
 interpreted-attention:
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(INTERPRETED)/test_attention.py || test $$? -eq 5
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(INTERPRETED)/test_attention*.py || test $$? -eq 5
 
 interpreted:
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(INTERPRETED) \
-	  --ignore=$(INTERPRETED)/test_attention.py || test $$? -eq 5
+	  --ignore-glob='$(INTERPRETED)/test_attention*.py' || test $$? -eq 5
 
 # the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the tree; then the CUDA kernels,
 # run on the CPU

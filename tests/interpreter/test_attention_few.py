@@ -76,9 +76,14 @@ def config_of(q, k, v, mask=None, extras="none"):
     )
 
 
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 16), (1, 4, 64), (3, 2, 40), (16, 1, 128), (5, 8, 16)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+SHAPES = [(1, 1, 16), (1, 4, 64), (3, 2, 40), (16, 1, 128), (5, 8, 16)]
+PARTS = [(shape, dtype, everything) for shape in SHAPES for dtype in DTYPES for everything in (False, True)]
+LONG = [(SHAPES[-1], torch.float16, False), (SHAPES[-1], torch.float16, True), (SHAPES[-1], torch.bfloat16, False)]
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, everything", [pytest.param(*p, marks=pytest.mark.slow) if p in LONG else p for p in PARTS], ids=str
+)
 def test_contract_of_parts(dtype, shape, everything, launched):
     """Queries, heads of a group and width; sequences of very different lengths, twice bit for bit."""
     queries, group, width = shape

@@ -99,8 +99,9 @@ def test_contract_items_of_rotary(tmp_path):
     checks.contract_items(rotary.TRITON, tmp_path, "-d=30-", "NaN in a pair", count=2)
 
 
-def test_contract_items_of_int8_linear(tmp_path):
-    checks.contract_items(int8_linear.TRITON, tmp_path, "-2x17-", "NaN in a row", count=4)
+@pytest.mark.parametrize("check", ["integers are exact", pytest.param("NaN in a row", marks=pytest.mark.slow)])
+def test_contract_items_of_int8_linear(check, tmp_path):
+    checks.contract_items(int8_linear.TRITON, tmp_path, "-misaligned-2x17-", check, count=2)
 
 
 def test_contract_items_of_int8_ffn(tmp_path):
@@ -120,7 +121,13 @@ def test_a_result_that_lies_as_its_argument_is_guarded_too():
             y.untyped_storage()[memory.GUARD - 1] = 1
 
 
-@pytest.mark.parametrize("check", ["attention hidden keys, window, torch.bfloat16", "attention NaN that is seen"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "attention hidden keys, window, torch.bfloat16",
+        pytest.param("attention NaN that is seen", marks=pytest.mark.slow),  # half a minute
+    ],
+)
 def test_checks_of_attention(check):
     attention.TRITON.checks[check]("cpu")
 
