@@ -78,10 +78,7 @@ def original_class(module: nn.Module) -> type:
 
 def found_class(module: nn.Module) -> type:
     """The class that patching met, or would: ``original_class``, also where a class was derived from the fused one."""
-    cls = type(module)
-    if cls in _originals:
-        return _originals[cls]
-    return next((_originals[base] for base in cls.__mro__ if base in _originals), cls)
+    return next((_originals[base] for base in type(module).__mro__ if base in _originals), type(module))
 
 
 def is_fused(module: nn.Module) -> bool:
