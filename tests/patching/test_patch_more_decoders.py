@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -158,6 +159,19 @@ def test_positions_by_their_own_code_where_a_backend_has_none(family):
     with tfk.patch(model) as report, tfk.use_backend("reference"):
         torch.testing.assert_close(run(model), wanted)
         assert report.fallbacks == {}
+
+
+def test_positions_whose_function_was_replaced_are_turned_by_the_new_one(monkeypatch):
+    """Of pairs here: the old one must not go on, nor one of halves take its place."""
+    model, run = build("cohere"), run_of()
+    stock = run(model)
+    with tfk.patch(model) as report:
+        file = sys.modules[type(model.model.layers[0].self_attn).__module__]
+        monkeypatch.setattr(file, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos, k * sin))
+        given = run(model)
+        assert report.fallbacks == {}
+    torch.testing.assert_close(given, run(model))
+    assert not torch.equal(given, stock)
 
 
 @pytest.mark.parametrize("family, dropout", [("starcoder2", "residual_dropout"), ("stablelm", "hidden_dropout"),

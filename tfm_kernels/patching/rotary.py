@@ -96,14 +96,15 @@ def turned(module: nn.Module, query: Tensor, key: Tensor, cos: Tensor, sin: Tens
 
     The first features of each head are turned, as many as cos and sin have factors for.
     """
-    turn = _turn_of(module) or _HALVES
+    turn = _turn_of(module)
     if (
-        not _backend.offers("rotary")
+        turn is None  # what the file turned by when it was recognised has been replaced since
+        or not _backend.offers("rotary")
         or any(cos.dtype not in (t.dtype, torch.float32) for t in (query, key))
         or turn.narrow
         and query.dtype == torch.float64
     ):
-        return _by_their_own(module, turn, query, key, cos, sin)
+        return _by_their_own(module, turn or Turn(), query, key, cos, sin)
     named = backend(module)  # meant for those of the fused ops that have it
     named = named if named in _backend.OPS["rotary"].support else None
     cos, sin = turn.factors(cos), turn.factors(sin)
