@@ -7,7 +7,7 @@ import torch
 
 from bench.gpu.int8_ffn import TRITON
 from tests.aot.test_ffn_launches import CAPABILITIES, random_matrix
-from tests.aot.test_int8_linear_launches import SIZES, parts
+from tests.aot.test_int8_linear_launches import SIZES
 from tests.ops.test_int8_ffn import ACTIVATIONS
 from tfm_kernels.triton import _gemm, _int8, _int8_gemm, _launch, int8_ffn_fwd
 from tfm_kernels.triton._gemm import Config
@@ -24,8 +24,8 @@ def test_launches():
                     config = int8_ffn_fwd.pick_config(M, F, E, gated, aligned, capability)
                     assert 1 <= config.programs <= min(2 * 148, _gemm.tiles(M, F, config) * config.splits)
                     assert (M <= _int8_gemm.FEW) == (config.block_m == _int8_gemm.FEW) and config.num_warps in (4, 8)
-                    count, part = parts(config, E)
-                    assert (count, part) == _int8_gemm.cut(config, E)
+                    count, part = _int8_gemm.cut(config, E)
+                    assert part % config.block_k == 0
                     assert count <= config.splits and (count - 1) * part < max(E, 1) <= count * part
 
 
@@ -35,7 +35,7 @@ def test_a_gpu_is_filled_by_few_rows():
         for M in (1, 4, 16):
             for F, E in ((11008, 4096), (4096, 1024), (14336, 4096), (2048, 2048)):
                 config = int8_ffn_fwd.pick_config(M, F, E, gated, True, (9, 0))
-                assert _gemm.tiles(M, F, config) * parts(config, E)[0] >= 132, (M, F, E)
+                assert _gemm.tiles(M, F, config) * _int8_gemm.cut(config, E)[0] >= 132, (M, F, E)
                 assert config.programs >= 132
 
 
@@ -53,7 +53,7 @@ def launches(M, E, F, Eo, gated):
     first = int8_ffn_fwd.pick_config(M, F, E, gated, aligned[0], (9, 0))
     second = _int8_gemm.pick_config(M, Eo, F, "int8", aligned[1], (9, 0))
     found = (("first", gated, aligned[0], first, E), ("second", False, aligned[1], second, F))
-    return {(*words, c.block_m, c.block_n, parts(c, K)[0] > 1) for *words, c, K in found}
+    return {(*words, c.block_m, c.block_n, _int8_gemm.cut(c, K)[0] > 1) for *words, c, K in found}
 
 
 def test_the_cases_of_bench_gpu_reach_every_launch():

@@ -23,13 +23,6 @@ SIZES = (
 )
 
 
-def parts(config, K):
-    """How many parts k is cut in, as the launcher has it, and how long each is."""
-    steps = -(-K // config.splits)
-    part = max(1, -(-steps // config.block_k)) * config.block_k
-    return max(1, -(-K // part)), part
-
-
 def test_launches():
     """Every tile has a program, no program is without one, and every k belongs to one part."""
     for capability in CAPABILITIES:
@@ -41,7 +34,8 @@ def test_launches():
                     assert config.num_warps in (4, 8) and (
                         config.splits == 1 or K >= config.splits * _int8_gemm.LEAST_K
                     )
-                    count, part = parts(config, K)
+                    count, part = _int8_gemm.cut(config, K)
+                    assert part % config.block_k == 0
                     assert count <= config.splits and (count - 1) * part < max(K, 1) <= count * part
                     assert (M <= _int8_gemm.FEW) == (config.block_m == _int8_gemm.FEW) or kind == "ieee" and not aligned
 
@@ -52,7 +46,7 @@ def test_a_gpu_is_filled_by_few_rows():
         for M in (1, 4, 16):
             for N, K in ((1024, 4096), (4096, 1024), (4096, 4096), (8000, 512), (11008, 4096), (50257, 768)):
                 config = _int8_gemm.pick_config(M, N, K, kind, True, (9, 0))
-                assert _gemm.tiles(M, N, config) * parts(config, K)[0] >= 132, (M, N, K)
+                assert _gemm.tiles(M, N, config) * _int8_gemm.cut(config, K)[0] >= 132, (M, N, K)
                 assert config.programs >= 132
 
 
@@ -68,7 +62,7 @@ def launch(M, K, N, dtype, dynamic):
     """What a call of these sizes is launched with on an H200, but for how many programs there are."""
     kind, aligned = "int8" if dynamic else "ieee" if dtype == "f32" else "half", K % 16 == 0
     config = _int8_gemm.pick_config(M, N, K, kind, aligned, (9, 0))
-    return kind, aligned, config.block_m, config.block_n, parts(config, K)[0] > 1
+    return kind, aligned, config.block_m, config.block_n, _int8_gemm.cut(config, K)[0] > 1
 
 
 def test_the_cases_of_bench_gpu_reach_every_launch():
