@@ -7,6 +7,7 @@ import tfm_kernels as tfk
 from tests.cases import report_case
 from tests.ffn_semantics import *  # noqa: F403  (the tests that every backend has)
 from tests.ffn_semantics import DTYPES, FFN, block, every_level, randn
+from tests.interpreter.launches import chosen
 from tfm_kernels import _library
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.triton import _gemm, _launch, ffn_bwd, ffn_fwd
@@ -50,23 +51,8 @@ def test_there_are_enough_cases():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The Configs that the calls of a test were launched with."""
-    seen = set()
-
-    def watch(module, name):
-        pick = getattr(module, name)
-
-        def keep(*args):
-            config = pick(*args)
-            seen.add((module.__name__.split(".")[-1], config.block_m, config.block_n, config.splits > 1))
-            return config
-
-        monkeypatch.setattr(module, name, keep)
-
-    for module in (_gemm, ffn_fwd, ffn_bwd):
-        watch(module, "pick_config")
-    watch(_gemm, "pick_split")
-    return seen
+    picks = [(module, "pick_config") for module in (_gemm, ffn_fwd, ffn_bwd)]
+    return chosen(monkeypatch, *picks, (_gemm, "pick_split"))
 
 
 FEW = [(torch.bfloat16, True), (torch.float32, False)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
+from tests.interpreter.launches import chosen
 from tests.ops import test_int8_ffn as semantics
 from tests.ops.test_int8_ffn import ACTIVATIONS, FEW, TILES, block
 from tfm_kernels import _library
@@ -37,16 +38,8 @@ def test_contract(size, dtype):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """(rows, features, whether k is cut) of the first product's launches of a test."""
-    seen, pick = set(), int8_ffn_fwd.pick_config
-
-    def keep(*args):
-        config = pick(*args)
-        seen.add((config.block_m, config.block_n, config.splits > 1))
-        return config
-
-    monkeypatch.setattr(int8_ffn_fwd, "pick_config", keep)
-    return seen
+    """Those of the first product."""
+    return chosen(monkeypatch, (int8_ffn_fwd, "pick_config"))
 
 
 # gated -> tiles (rows, features) of aligned factors
@@ -60,13 +53,13 @@ def test_every_tile(gated, launches, monkeypatch):
         monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: multiprocessors})
         given = block(rows, 48, 136, 8, torch.bfloat16, gated=gated, activation="silu")
         assert_contract("int8_ffn", given, "triton", backward=False)
-    assert {tile[:2] for tile in launches} == TILE_SIZES[gated]
+    assert {tile[1:3] for tile in launches} == TILE_SIZES[gated]
     launches.clear()
     monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: 100})
     for rows, width in ((17, 260), (13, 260), (13, 261)):
         given = block(rows, width, 75, 9, torch.bfloat16, gated=gated, activation="silu")
         assert_contract("int8_ffn", given, "triton", backward=False)
-    assert launches == {(64, 64, True), (16, 64, True)}
+    assert launches == {("int8_ffn_fwd", 64, 64, True), ("int8_ffn_fwd", 16, 64, True)}
 
 
 @pytest.mark.parametrize("gated", WAYS)

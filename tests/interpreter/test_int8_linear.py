@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
+from tests.interpreter.launches import chosen
 from tests.ops import test_int8_linear as semantics
 from tests.ops.test_int8_linear import SIZES, layer
 from tfm_kernels import _library
@@ -34,16 +35,7 @@ def test_contract(size, dtype, dynamic):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """(rows, features, whether k is cut) of the launches of a test."""
-    seen, pick = set(), _int8_gemm.pick_config
-
-    def keep(*args):
-        config = pick(*args)
-        seen.add((config.block_m, config.block_n, config.splits > 1))
-        return config
-
-    monkeypatch.setattr(_int8_gemm, "pick_config", keep)
-    return seen
+    return chosen(monkeypatch, (_int8_gemm, "pick_config"))
 
 
 # kind -> tiles (rows, features) of aligned factors, the largest first
@@ -58,12 +50,12 @@ def test_every_tile(dtype, dynamic, launches, monkeypatch):
     for rows, multiprocessors in ((300, 1), (300, 6), (70, 8), (13, 1)):
         monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: multiprocessors})
         assert_contract("int8_linear", layer(rows, 48, 200, dtype, dynamic=dynamic), "triton", backward=False)
-    assert {tile[:2] for tile in launches} == set(TILES[kind])
+    assert {tile[1:3] for tile in launches} == set(TILES[kind])
     launches.clear()
     monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: 100})
     for rows, width in ((70, 400), (13, 400), (13, 401)):
         assert_contract("int8_linear", layer(rows, width, 75, dtype, dynamic=dynamic), "triton", backward=False)
-    assert launches == {(64, 64, True), (16, 64, True)}
+    assert launches == {("_int8_gemm", 64, 64, True), ("_int8_gemm", 16, 64, True)}
 
 
 @pytest.mark.parametrize("dynamic", WAYS)

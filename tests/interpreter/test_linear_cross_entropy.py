@@ -8,6 +8,7 @@ import torch
 
 import tfm_kernels as tfk
 from tests.cases import CASES, report_case
+from tests.interpreter.launches import chosen
 from tests.ops import test_linear_cross_entropy as semantics
 from tests.ops.test_linear_cross_entropy import REDUCTIONS, call, run
 from tfm_kernels import _library
@@ -50,23 +51,8 @@ def test_there_are_enough_cases():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The Configs that the calls of a test were launched with."""
-    seen = set()
-
-    def watch(module, name):
-        pick = getattr(module, name)
-
-        def keep(*args, **options):
-            config = pick(*args, **options)
-            seen.add((module.__name__.split(".")[-1], config.block_m, config.block_n, config.splits > 1))
-            return config
-
-        monkeypatch.setattr(module, name, keep)
-
-    for module in (linear_cross_entropy_fwd, linear_cross_entropy_bwd):
-        watch(module, "pick_config")
-    watch(_gemm, "pick_split")
-    return seen
+    picks = [(module, "pick_config") for module in (linear_cross_entropy_fwd, linear_cross_entropy_bwd)]
+    return chosen(monkeypatch, *picks, (_gemm, "pick_split"))
 
 
 @pytest.mark.parametrize("dtype", FEW)
