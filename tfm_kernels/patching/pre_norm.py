@@ -80,14 +80,14 @@ def _fuse_clip(original: Any) -> type:
     return Fused
 
 
-_UNASKED = {"gpt_neo": ("output.1",)}  # those of its attention
-for _name, _known, _fuse in (
-    ("gpt2", _GPT2, _fuse_gpt2(_GPT2)),
-    ("gpt_neo", _GPT_NEO, _fuse_gpt2(_GPT_NEO, with_weights=True)),
-    ("vit", _VIT, _fuse_vit),
-    ("clip", _CLIP, _fuse_clip),
-):
-    _what, _unasked = "sum and LayerNorm in one pass", _UNASKED.get(_name, ())
-    register_recipe(
-        Recipe(f"{_name}.block", _known.recognise, _fuse, _what, _known.covers, unasked=_unasked), first=False
-    )
+_WHAT = "sum and LayerNorm in one pass"
+for _recipe in (
+    Recipe("gpt2.block", _GPT2.recognise, _fuse_gpt2(_GPT2), _WHAT, _GPT2.covers),
+    Recipe(
+        "gpt_neo.block", _GPT_NEO.recognise, _fuse_gpt2(_GPT_NEO, with_weights=True), _WHAT, _GPT_NEO.covers,
+        unasked=("output.1",),  # weights of its attention
+    ),
+    Recipe("vit.block", _VIT.recognise, _fuse_vit, _WHAT, _VIT.covers),
+    Recipe("clip.block", _CLIP.recognise, _fuse_clip, _WHAT, _CLIP.covers),
+):  # fmt: skip
+    register_recipe(_recipe, first=False)
