@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
+from tfm_kernels.proof.rule import Judge
 
 
 def transformers():
@@ -69,10 +70,43 @@ def assert_as_exact_as_before(model, run, exact, select=None, **options):
     with tfk.patch(model, **options) as report:
         patched = results(model, run, select)
         assert report.fallbacks == {}
+    assert_as_exact(patched, stock, exact)
+
+
+def assert_as_exact(patched, stock, exact):
+    """Of results() of three models: the first are as far from ``exact``, in float64, as the second."""
+    assert patched.keys() == exact.keys()
     for name, truth in exact.items():
         error, before = ((r[name] - truth).norm() for r in (patched, stock))
         floor = 1e-6 * max(truth.norm(), 1e-2 * max(t.norm() for t in exact.values()))
         assert error <= 2 * before + floor, f"{name}: error {error:.2e}, before {before:.2e}"
+
+
+def assert_compiles(model, run):
+    """A patched model is one graph, with a backward, and gives what it gave before."""
+    stock = run(model)
+    with tfk.patch(model):
+        given = run(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(given, stock)
+    given.sum().backward()
+    torch._dynamo.reset()
+
+
+def assert_dropout_proven(model):
+    """prove() lets both models drop the same elements; what is dropped is more than rounding in what it gives."""
+    ids, mask = batch(length=9, lengths=(9, 9, 9))
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    report = tfk.prove(model.train(), inputs, steps=1)
+    assert report.passed, report.table()
+    assert not any("original code" in note for note in report.notes), report.notes
+    with torch.no_grad():
+        truth = copy.deepcopy(model).double().eval()(**inputs).logits
+        stock = copy.deepcopy(model).eval()(**inputs).logits
+        with tfk.patch(model):
+            found = [each(**inputs).logits for each in (model, copy.deepcopy(model).eval())]
+    dropped, whole = (Judge(torch.float32, 1.05).compare("output", {"y": truth}, {"y": stock}, {"y": y}, module="")
+                      for y in found)  # fmt: skip
+    assert all(row.passed for row in whole) and not any(row.passed for row in dropped)
 
 
 def compare(given, wanted, tolerance):

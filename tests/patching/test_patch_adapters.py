@@ -1,7 +1,7 @@
 """patch() and adapters: low-rank layers around linear ones, copies of whole parts, and merging them into the weights.
 
-peft is not among the packages of the tests, so modules of the shape of its wrappers stand in for them and these tests
-always run; the last one, with peft itself, skips where it is not installed.
+Modules of the shape of peft's wrappers stand in for them, so that these tests run wherever torch does; the last one,
+with peft itself, skips where it is not installed.
 """
 
 import copy
@@ -12,9 +12,20 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.models import batch, bert, compare, decoder, distilbert, results, transformers
+from tests.patching.models import (
+    assert_as_exact,
+    assert_compiles,
+    batch,
+    bert,
+    compare,
+    decoder,
+    distilbert,
+    results,
+    transformers,
+)
 from tfm_kernels import _library
 from tfm_kernels.patching import frozen, onednn, swap
+from tfm_kernels.testing.float64 import assert_same_in_float64
 
 
 class LowRank(nn.Module):
@@ -114,13 +125,7 @@ def assert_as_stock(kind, wrapper, names, patch_first):
     assert len(exact) > 1 and all(name == "output" or "base_layer" not in name for name in exact)
     compare(results(build(torch.float64, True), run), exact, 1e-9)
     stock, patched = (results(build(torch.float32, which), run) for which in (False, True))
-    assert patched.keys() == exact.keys()
-    largest = max(truth.norm() for truth in exact.values())
-    for name, truth in exact.items():
-        error, before = ((r[name] - truth).norm() for r in (patched, stock))
-        assert error <= 2 * before + 1e-6 * max(truth.norm(), 1e-2 * largest), (
-            f"{name}: {error:.2e}, before {before:.2e}"
-        )
+    assert_as_exact(patched, stock, exact)
 
 
 @pytest.mark.parametrize("patch_first", [False, True])
@@ -163,14 +168,7 @@ def test_copies_pickles_and_the_way_back():
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_compiled(kind):
-    run = run_of(kind)
-    model = wrap(MODELS[kind](), LowRank, LINEARS[kind][0])
-    stock = run(model)
-    with tfk.patch(model):
-        given = run(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    torch.testing.assert_close(given, stock)
-    given.sum().backward()
-    torch._dynamo.reset()
+    assert_compiles(wrap(MODELS[kind](), LowRank, LINEARS[kind][0]), run_of(kind))
 
 
 @torch.no_grad()
@@ -238,7 +236,7 @@ def test_peft_itself(kind, method, patch_first):
         model.requires_grad_(False)
     with stock.disable_adapter(), patched.disable_adapter():
         torch.testing.assert_close(run(patched), run(stock))
-    merged = copy.deepcopy(patched).merge_and_unload()
-    torch.testing.assert_close(run(merged), run(copy.deepcopy(stock).merge_and_unload()), rtol=1e-4, atol=1e-5)
+    merged, expected = (copy.deepcopy(model).double().merge_and_unload() for model in (patched, stock))
+    assert_same_in_float64(run(merged), run(expected))
     tfk.unpatch(patched)
     assert torch.equal(run(patched), run(stock))

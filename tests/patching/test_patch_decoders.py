@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tests.patching.models import assert_same_results, batch, decoder
+from tests.patching.models import assert_compiles, assert_dropout_proven, assert_same_results, batch, decoder
 from tfm_kernels.patching import swap
 
 ROTARY = "rotary positions in one pass; attention through transformers' AttentionInterface"
@@ -147,13 +147,7 @@ def test_autocast(family, backend):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled(family):
-    model, run = build(family), run_of(family)
-    stock = run(model)
-    with tfk.patch(model):
-        given = run(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    torch.testing.assert_close(given, stock)
-    given.sum().backward()
-    torch._dynamo.reset()
+    assert_compiles(build(family), run_of(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -229,16 +223,7 @@ def test_why_branches_side_by_side_stay():
 
 @pytest.mark.parametrize("family, dropout", [("phi3", "resid_pdrop"), ("gpt_neox", "hidden_dropout")])
 def test_dropout_in_training(family, dropout):
-    """prove() lets both models drop the same elements; what is dropped shows in what it gives."""
-    model = decoder(family, **FAMILIES[family], **{dropout: 0.3}).train()
-    ids, mask = batch(length=9, lengths=(9, 9, 9))
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    report = tfk.prove(model, inputs, steps=1)
-    assert report.passed, report.table()
-    assert not any("original code" in note for note in report.notes), report.notes
-    with tfk.patch(model), torch.no_grad():
-        dropped = model(**inputs).logits
-        assert not torch.allclose(dropped, model.eval()(**inputs).logits, atol=1e-3)
+    assert_dropout_proven(decoder(family, **FAMILIES[family], **{dropout: 0.3}))
 
 
 def test_weights_of_8_bits():

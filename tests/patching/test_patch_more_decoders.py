@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tests.patching.models import assert_same_results, batch, decoder
+from tests.patching.models import assert_compiles, assert_dropout_proven, assert_same_results, batch, decoder
 from tests.patching.test_patch_decoders import FLOAT64, ROTARY, SIDE_BY_SIDE, SUM, WINDOW
 
 PART = {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4, "rope_type": "default"}}
@@ -119,12 +119,7 @@ def test_copies_pickles_and_the_way_back(family):
 
 @pytest.mark.parametrize("family", ["cohere, normed", "glm4", "gptj", "nemotron", "bloom", "gpt_neo"])
 def test_compiled(family):
-    model, run = build(family), run_of()
-    stock = run(model)
-    with tfk.patch(model):
-        given = run(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    torch.testing.assert_close(given, stock)
-    torch._dynamo.reset()
+    assert_compiles(build(family), run_of())
 
 
 _BEHIND = {"its weight has another dtype than its input"}  # norms of what a product in 16 bits gives, to go on in 32
@@ -177,15 +172,7 @@ def test_positions_whose_function_was_replaced_are_turned_by_the_new_one(monkeyp
 @pytest.mark.parametrize("family, dropout", [("starcoder2", "residual_dropout"), ("stablelm", "hidden_dropout"),
                                              ("gptj", "resid_pdrop")])  # fmt: skip
 def test_dropout_in_training(family, dropout):
-    """prove() lets both models drop the same elements; what is dropped shows in what it gives."""
-    model = build(family, **{dropout: 0.3}).train()
-    ids, mask = batch(length=9, lengths=(9, 9, 9))
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    report = tfk.prove(model, inputs, steps=1)
-    assert report.passed, report.table()
-    with tfk.patch(model), torch.no_grad():
-        dropped = model(**inputs).logits
-        assert not torch.allclose(dropped, model.eval()(**inputs).logits, atol=1e-3)
+    assert_dropout_proven(build(family, **{dropout: 0.3}))
 
 
 @pytest.mark.parametrize("family", [*OWN, "opt"])

@@ -1,6 +1,6 @@
 """transformers.Trainer with a patched model: losses, gradients' norms and checkpoints are the stock model's.
 
-The Trainer asks for accelerate, which is not among the packages of the tests; nothing smaller behaves as it does.
+The Trainer asks for accelerate, and nothing smaller behaves as it does: without it these tests skip.
 """
 
 import pytest
