@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests import case_inputs
+from tests import case_inputs, case_levels
 from tfm_kernels.testing import contract_report, run
 from tfm_kernels.testing.data import lay_out
 
@@ -38,7 +38,7 @@ class Case:
     def id(self):
         """Every level, in words: what to pass to ``pytest -k``."""
         return "-".join(
-            [self.op, *(case_inputs.word(name, level) for name, level in self.levels.items() if name != "op")]
+            [self.op, *(case_levels.word(name, level) for name, level in self.levels.items() if name != "op")]
         )
 
     @property
@@ -121,14 +121,14 @@ def _cases(rows):
         for levels in found:
             case = Case(levels.get("op", family), levels)
             cases.setdefault(case.id, case)
-    for op, levels in case_inputs.EXTRA:
+    for op, levels in case_levels.EXTRA:
         case = Case(op, levels)
         cases.setdefault(case.id, case)
     return list(cases.values())
 
 
 _ROWS = {
-    family: all_pairs(case_inputs.FACTORS[family], count, seed) for seed, (family, count) in enumerate(COUNTS.items())
+    family: all_pairs(case_levels.FACTORS[family], count, seed) for seed, (family, count) in enumerate(COUNTS.items())
 }
 CASES = _cases(_ROWS)
 
