@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.aot import ffn_table
 from tests.aot.ffn_table import ARCHS, argument_types, label
-from tests.aot.int8_linear_table import INTEGERS, measure
+from tests.aot.int8_linear_table import INTEGERS, measure, without_products
 from tests.aot.table import write
 from tfm_kernels.triton import _int8, int8_ffn_fwd
 from tfm_kernels.triton._activation import GELU, GELU_TANH, RELU, SILU
@@ -66,9 +66,8 @@ def _joins(arch, gated):
     for what, (activation, bias, f_aligned, absent) in (FULL | (OTHER_ENDS if arch == 90 else {})).items():
         types = argument_types(kernel, bias, (*absent, *(() if gated else GATED)), OTHERS)
         constexprs = {"BLOCK_N": int8_ffn_fwd.JOIN_N, "F_ALIGNED": f_aligned, "ACTIVATION": activation.value}
-        launch = {"kernel": kernel, "types": types, "constexprs": constexprs, "arch": arch, "num_warps": 4}
         name = f"sm_{arch} int8_ffn_fwd_join {what}{' gated' * gated}"
-        found[name] = {"launch": launch, "programs": 4, "products": ()}
+        found[name] = without_products(kernel, types, constexprs, arch)
     return found
 
 
@@ -79,9 +78,8 @@ def _rounding(arch):
         others = {"integers_ptr": "*i8", "step_ptr": "*fp32", "largest_ptr": "*i32", "K": "i32", "blocks": "i32"}
         types = argument_types(kernel, "fp32", (), others)
         constexprs = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "RUN": _int8.RUN, "BLOCKS": _int8.BLOCKS}
-        launch = {"kernel": kernel, "types": types, "constexprs": constexprs, "arch": arch, "num_warps": 4}
         name = f"sm_{arch} round_pieces {config.block_m}x{config.block_k}"
-        found[name] = {"launch": launch, "programs": 4, "products": ()}
+        found[name] = without_products(kernel, types, constexprs, arch)
     return found
 
 

@@ -62,6 +62,12 @@ def _products(arch, call, aligned):
     return found
 
 
+def without_products(kernel, types, constexprs, arch):
+    """The entry of a kernel that multiplies nothing, four programs to a multiprocessor."""
+    launch = {"kernel": kernel, "types": types, "constexprs": constexprs, "arch": arch, "num_warps": 4}
+    return {"launch": launch, "programs": 4, "products": ()}
+
+
 def _joins(arch, call):
     kind, y, _, sums = CALLS[call]
     kernel, found = _int8_gemm.int8_gemm_join_kernel, {}
@@ -69,8 +75,7 @@ def _joins(arch, call):
         absent += () if kind == "int8" else ("step_ptr",)
         types = argument_types(kernel, y, absent, OTHERS | {"parts_ptr": f"*{sums}"})
         constexprs = {"BLOCK_N": _int8_gemm.JOIN_N, "Y_ALIGNED": what == "full"}
-        launch = {"kernel": kernel, "types": types, "constexprs": constexprs, "arch": arch, "num_warps": 4}
-        found[f"sm_{arch} int8_gemm_join {what} {call}"] = {"launch": launch, "programs": 4, "products": ()}
+        found[f"sm_{arch} int8_gemm_join {what} {call}"] = without_products(kernel, types, constexprs, arch)
     return found
 
 
@@ -81,9 +86,8 @@ def _rounding(arch):
         for dtype, aligned in (("bf16", True), ("bf16", False), ("fp32", True)):
             types = argument_types(kernel, dtype, (), {"integers_ptr": "*i8", "step_ptr": "*fp32", "K": "i32"})
             constexprs = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "RUN": _int8.RUN, "ALIGNED": aligned}
-            launch = {"kernel": kernel, "types": types, "constexprs": constexprs, "arch": arch, "num_warps": 4}
             name = f"sm_{arch} round_rows {config.block_m}x{config.block_k} {dtype}{'' if aligned else ' unaligned'}"
-            found[name] = {"launch": launch, "programs": 4, "products": ()}
+            found[name] = without_products(kernel, types, constexprs, arch)
     return found
 
 
