@@ -9,6 +9,7 @@ from tests.aot import table
 from tests.aot.attention_table import ABSENT, ARCHS, DTYPES, WIDTHS, extras, types, words
 from tests.aot.sass import FUSED, MATRIX, compile_kernel, figures
 from tfm_kernels.triton import attention_bwd
+from tfm_kernels.triton._attention_call import shielded
 
 FILE = Path(__file__).with_name("attention_bwd.json")
 KERNELS = {
@@ -61,6 +62,7 @@ def backward(name, width, dtype, kind, aligned, arch):
     constexprs = {
         **config.arguments(), "OUT_ALIGNED": aligned, "PAIRS_ALIGNED": aligned and kind not in ("plain", "dropout"),
         "PRECISION": "ieee", "PART": part, "PER_ROW": True, "PER_COLUMN": True,
+        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", capability),
     }  # fmt: skip
     names = [parameter.name for parameter in kernel.params]
     absent = (*ABSENT[kind], *(() if kind == "full" else ("dbias_ptr", "dlse_ptr")))

@@ -9,6 +9,7 @@ import torch
 
 from tests.aot import table
 from tfm_kernels.triton import _attention_fwd_few, _attention_tiles, attention_fwd
+from tfm_kernels.triton._attention_call import shielded
 
 FILE = Path(__file__).with_name("attention.json")
 ARCHS = (80, 90, 100)
@@ -112,6 +113,7 @@ def forward(width, queries, dtype, kind, aligned, arch):
     constexprs = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d, "OUT_ALIGNED": aligned,
         "PAIRS_ALIGNED": aligned and kind not in ("plain", "dropout"), "PRECISION": "ieee", "CHUNK": config.chunk,
+        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", (arch // 10, arch % 10)),
         "STAGES": config.num_stages,
     }  # fmt: skip
     return f"attention_fwd {in_words(config)}", {

@@ -237,9 +237,12 @@ def load_pairs(
 def score_tile(
     dots, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
     keep_stride_d, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS_ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, SHIELDED: tl.constexpr,
 ):  # fmt: skip
-    """A.1 of a tile, float32: q k^T itself, or scale q k^T + bias; -inf where a pair is hidden."""
+    """A.1 of a tile, float32: q k^T itself, or scale q k^T + bias; -inf where a pair is hidden.
+
+    SHIELDED hides from Triton how many bits keep has (_attention_call.py).
+    """
     x = dots
     if bias_ptr is not None:
         bias = load_pairs(
@@ -256,7 +259,11 @@ def score_tile(
             keep = load_pairs(
                 keep_ptr, m0, n0, tq, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, TRANSPOSED
             )
-            shown = shown & (keep != 0)
+            if SHIELDED:
+                if keep_stride_t >= 0:  # as every stride is
+                    shown = shown & (keep != 0)
+            else:
+                shown = shown & (keep != 0)
         x = tl.where(shown, x, float("-inf"))  # chosen, not multiplied: NaN in hidden keys ends here
     return x
 

@@ -33,7 +33,7 @@ def meet(
     end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, dout_stride_t, bias_stride_t,
     bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, PART: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    SHIELDED: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: adds to dk (without the scale) and dv."""
     statistics = load_statistics(statistics_ptr, m0, tq, BLOCK_M, MASKED)
@@ -64,7 +64,7 @@ def meet(
     p, dx, _ = gradient_tile(
         x, products, top, shift, offset, delta, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, tq, tk, live, low,
         high, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped,
-        BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED, True, CAREFUL,
+        BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED, True, CAREFUL, SHIELDED,
     )  # fmt: skip
     if PART != "dk":
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -79,8 +79,8 @@ def gather(
     slot, list_stride_h, list_width, H, G, row_step, tq, tk, live, low, high, D, DV, q_stride_h, q_stride_t, k_stride_t,
     v_stride_t, dout_stride_h, dout_stride_t, lse_stride_h, bias_stride_h, bias_stride_t, bias_stride_d, keep_stride_h,
     keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    PART: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, SHIELDED: tl.constexpr,
+    CHUNK: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) of a tile of keys, over all the queries of its group that see it; pointers are those of sequence b."""
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -106,7 +106,8 @@ def gather(
                     dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, keep_head, seed_ptr, statistics_head,
                     first_row, m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
                     dout_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale,
-                    last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK, PART, True, CAREFUL,
+                    last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, True,
+                    CAREFUL,
                 )  # fmt: skip
         else:
             for c in tl.range(first, last - whole, num_stages=STAGES):
@@ -115,15 +116,16 @@ def gather(
                     dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, None, seed_ptr, statistics_head,
                     first_row, m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
                     dout_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale,
-                    last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK, PART, True, CAREFUL,
+                    last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, True,
+                    CAREFUL,
                 )  # fmt: skip
             for c in tl.range(full_first, full_last, num_stages=STAGES):
                 dk, dv = meet(
                     dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, None, seed_ptr, statistics_head,
                     first_row, start(c, tq, BLOCK_M), n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t,
                     k_stride_t, v_stride_t, dout_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d,
-                    scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK,
-                    PART, False, CAREFUL,
+                    scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION,
+                    SHIELDED, CHUNK, PART, False, CAREFUL,
                 )  # fmt: skip
     return dk, dv
 
@@ -146,7 +148,8 @@ def attention_bwd_keys_kernel(
     low: tl.int64, high: tl.int64, end_low: tl.int64, end_high: tl.int64,
     scale, step, keep_scale, last_dropped: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OUT_ALIGNED: tl.constexpr,
-    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr,
+    PART: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys of one key head; the first tile, which most see where a mask is causal, comes first."""
     tiles = (Tk + BLOCK_N - 1) // BLOCK_N
@@ -178,7 +181,7 @@ def attention_bwd_keys_kernel(
         n0, slot, list_stride_h, list_width, H, G, row_step, tq, tk, live, low, high, D, DV, q_stride_h, q_stride_t,
         k_stride_t, v_stride_t, dout_stride_h, dout_stride_t, lse_stride_h, bias_stride_h, bias_stride_t, bias_stride_d,
         keep_stride_h, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D,
-        PAIRS_ALIGNED, PRECISION, CHUNK, PART, STAGES, BLOCK_D == 256,
+        PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, STAGES, BLOCK_D == 256,
     )  # fmt: skip
     # wide heads leave no registers for two ways: they take the careful one at once
     if BLOCK_D < 256:
@@ -188,7 +191,8 @@ def attention_bwd_keys_kernel(
                 statistics_ptr, b, kv, n0, slot, list_stride_h, list_width, H, G, row_step, tq, tk, live, low, high, D,
                 DV, q_stride_h, q_stride_t, k_stride_t, v_stride_t, dout_stride_h, dout_stride_t, lse_stride_h,
                 bias_stride_h, bias_stride_t, bias_stride_d, keep_stride_h, keep_stride_t, keep_stride_d, scale, step,
-                keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK, PART, 1, True,
+                keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART,
+                1, True,
             )  # fmt: skip
     alive = (tl.arange(0, BLOCK_N) < near(live - n0, 4096))[:, None]
     dk_ptr += b * dk_stride_b + kv * dk_stride_h + k0 * dk_stride_t

@@ -32,7 +32,7 @@ def meet(
     m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, dout_stride_t,
     bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS_ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dq (without the scale) and what it adds to it."""
     k = load_rows(k_ptr, n0, begin, end, k_stride_t, D, BLOCK_N, BLOCK_D, MASKED)
@@ -47,7 +47,7 @@ def meet(
     _, dx, hidden = gradient_tile(
         x, products, top, shift, top, delta, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, tq, tk, live, low, high,
         bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M,
-        BLOCK_N, PAIRS_ALIGNED, MASKED, False, True,
+        BLOCK_N, PAIRS_ALIGNED, MASKED, False, True, SHIELDED,
     )  # fmt: skip
     if dbias_ptr is not None:
         ptrs = pair_tile(dbias_ptr, m0, n0, dbias_stride_t, dbias_stride_t * 0 + 1, BLOCK_M, BLOCK_N, False, False)
@@ -65,7 +65,7 @@ def gather(
     seed_ptr, first_row, slot, list_width, m0, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
     dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t, keep_stride_d, scale, step, keep_scale,
     last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS_ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of queries, over all the keys that it sees."""
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -79,7 +79,8 @@ def gather(
                 dq, q, dout, top, shift, delta, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, dbias_ptr, keep_ptr, seed_ptr,
                 first_row, m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
                 dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t, keep_stride_d, scale, step,
-                keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK, True, CAREFUL,
+                keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, True,
+                CAREFUL,
             )  # fmt: skip
     else:
         for c in tl.range(first, last - whole, num_stages=STAGES):
@@ -88,7 +89,8 @@ def gather(
                 dq, q, dout, top, shift, delta, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, dbias_ptr, keep_ptr, seed_ptr,
                 first_row, m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
                 dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t, keep_stride_d, scale, step,
-                keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK, True, CAREFUL,
+                keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, True,
+                CAREFUL,
             )  # fmt: skip
         for c in tl.range(full_first, full_last, num_stages=STAGES):
             dq = meet(
@@ -96,7 +98,7 @@ def gather(
                 first_row, m0, start(c, tk, BLOCK_N), begin, end, tq, tk, live, low, high, D, DV, q_stride_t,
                 k_stride_t, v_stride_t, dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t,
                 keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
-                PRECISION, CHUNK, False, CAREFUL,
+                PRECISION, SHIELDED, CHUNK, False, CAREFUL,
             )  # fmt: skip
     return dq
 
@@ -119,7 +121,8 @@ def attention_bwd_queries_kernel(
     low: tl.int64, high: tl.int64, end_low: tl.int64, end_high: tl.int64,
     scale, step, keep_scale, last_dropped: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OUT_ALIGNED: tl.constexpr,
-    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head; the last tile comes first."""
     tiles = (Tq + BLOCK_M - 1) // BLOCK_M
@@ -160,7 +163,7 @@ def attention_bwd_queries_kernel(
         q, dout, top, shift, delta, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, dbias_ptr, keep_ptr, counts_ptr, tiles_ptr,
         seed_ptr, first_row, slot, list_width, m0, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
         dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t, keep_stride_d, scale, step,
-        keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK,
+        keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK,
         1 if CAREFUL else STAGES, CAREFUL,
     )  # fmt: skip
     if (bias_ptr is not None or keep_ptr is not None) and not CAREFUL:
@@ -170,7 +173,7 @@ def attention_bwd_queries_kernel(
                 tiles_ptr, seed_ptr, first_row, slot, list_width, m0, tq, tk, live, low, high, D, DV, q_stride_t,
                 k_stride_t, v_stride_t, dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t,
                 keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
-                PRECISION, CHUNK, 1, True,
+                PRECISION, SHIELDED, CHUNK, 1, True,
             )  # fmt: skip
     dq_ptr += b * dq_stride_b + h * dq_stride_h + q0 * dq_stride_t
     store_rows(dq * scale, dq_ptr, m0, tq, dq_stride_t, DQ_D, BLOCK_M, BLOCK_D, OUT_ALIGNED)

@@ -192,6 +192,7 @@ class Call:
         statistics = (0, self.query.shape[0]) if self.packed else (self.heads * self.queries, self.queries)
         names = "low", "high", "end_low", "end_high"
         precision = _launch.float32_products() if q.dtype == torch.float32 else "ieee"
+        both = self.keep is not None and self.seed is not None
         return {
             "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": self.bias, "keep_ptr": self.keep,
             "lengths_ptr": self.lengths, "cu_q_ptr": _index(self.ends[0]), "cu_k_ptr": _index(self.ends[1]),
@@ -202,6 +203,7 @@ class Call:
             **pair_strides("keep", self.keep), **dict(zip(names, self.window, strict=True)), **self.units(),
             "keep_scale": self.keep_scale, "last_dropped": self.last_dropped,
             "PAIRS_ALIGNED": self.pairs_aligned, "PRECISION": precision,
+            "SHIELDED": both and shielded(q.dtype, precision, _launch.capability(q)),
         }  # fmt: skip
 
     def launch(self, kernel: Any, programs: int, config: Config, **more: Any) -> None:
@@ -250,6 +252,16 @@ def rows_aligned(*tensors: Tensor) -> bool:
         if any(size > 1 and stride % 8 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)):
             return False
     return True
+
+
+def shielded(dtype: torch.dtype, precision: str, capability: tuple[int, int]) -> bool:
+    """Whether kernels of a call with keep and dropout look at keep behind a branch.
+
+    Triton 3.6.0 plans the factors of mma.sync by the fewest bits that what they are made of was loaded with, halved by
+    the joins of dropout, and does not look through branches. By keep's 8 bits it misplaces weights of 16 keys or
+    queries at a time; its pull request 11691 mends that.
+    """
+    return precision == "tf32" or (dtype != torch.float32 and capability[0] not in (9, 10, 11))
 
 
 def _pairs_aligned(t: Tensor | None) -> bool:

@@ -71,8 +71,8 @@ def meet(
     acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, begin, end, tq, tk, live,
     low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d,
     scale, step, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values: A.1, and A.3 and A.4 up to the division by the sum."""
     k = load_rows(k_ptr, n0, begin, end, k_stride_t, D, BLOCK_N, BLOCK_D, MASKED) if CHUNK == 0 else q
@@ -81,8 +81,7 @@ def meet(
     )  # fmt: skip
     x = score_tile(
         x, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
-        keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED,
-        False,
+        keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED, False, SHIELDED,
     )  # fmt: skip
     p, sums, tops, decay = weigh(x, sums, tops, step, not MASKED and bias_ptr is None)
     if seed_ptr is not None:
@@ -100,8 +99,8 @@ def attend(
     q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, first_row, slot, list_width, m0, tq,
     tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d, keep_stride_t,
     keep_stride_d, scale, step, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """(acc, sums, tops) of a tile of queries against all the keys that it sees."""
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -116,7 +115,7 @@ def attend(
                 acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, begin, end,
                 tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d,
                 keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
-                PRECISION, CHUNK, True, CAREFUL,
+                PRECISION, SHIELDED, CHUNK, True, CAREFUL,
             )  # fmt: skip
     else:
         for c in tl.range(first, last - (full_last - full_first), num_stages=STAGES):
@@ -125,14 +124,14 @@ def attend(
                 acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, begin, end,
                 tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d,
                 keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
-                PRECISION, CHUNK, True, CAREFUL,
+                PRECISION, SHIELDED, CHUNK, True, CAREFUL,
             )  # fmt: skip
         for c in tl.range(full_first, full_last, num_stages=STAGES):
             acc, sums, tops = meet(
                 acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0,
                 start(c, tk, BLOCK_N), begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
                 bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N,
-                BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK, False, CAREFUL,
+                BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, False, CAREFUL,
             )  # fmt: skip
     return acc, sums, tops
 
@@ -153,7 +152,8 @@ def attention_fwd_kernel(
     low: tl.int64, high: tl.int64, end_low: tl.int64, end_high: tl.int64,
     scale, step, unit, keep_scale, last_dropped: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OUT_ALIGNED: tl.constexpr,
-    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head; the last tile, which sees most where a mask is causal, comes first."""
     tiles = (Tq + BLOCK_M - 1) // BLOCK_M
@@ -181,8 +181,8 @@ def attention_fwd_kernel(
     acc, sums, tops = attend(
         q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, first_row, slot, list_width, m0,
         tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d, keep_stride_t,
-        keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, CHUNK, STAGES,
-        False,
+        keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED,
+        CHUNK, STAGES, False,
     )  # fmt: skip
     if bias_ptr is not None or keep_ptr is not None:
         if not is_finite(acc):
@@ -190,7 +190,7 @@ def attention_fwd_kernel(
                 q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, first_row, slot,
                 list_width, m0, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t,
                 bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D,
-                PAIRS_ALIGNED, PRECISION, CHUNK, 1, True,
+                PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, 1, True,
             )  # fmt: skip
     out, lse = finish(acc, sums, tops, unit, keep_scale)
     out_ptr += b * out_stride_b + h * out_stride_h + q0 * out_stride_t
