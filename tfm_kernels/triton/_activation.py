@@ -25,6 +25,15 @@ def sigmoid(p):
 
 
 @triton.jit
+def sigmoid_and_slope(p):
+    """(s, s (1 - s)) of s = sigmoid(p), each to a few units of itself: 1 - s, of which little is left, is not taken."""
+    small = tl.exp(-tl.abs(p))
+    share = 1.0 / (1.0 + small)
+    rest = small * share
+    return tl.where(p < 0.0, rest, share), rest * share
+
+
+@triton.jit
 def twice_u(p):
     """2 sqrt(2 / pi) (p + 0.044715 p^3): 0.5 (1 + tanh(u)) = sigmoid(2 u)."""
     return p * (1.59576912160573071176 + 0.07135481627260025 * p * p)
@@ -55,15 +64,14 @@ def activate_and_slope(p, ACTIVATION: tl.constexpr):
         value = p * area
         slope = area + p * (0.39894228040143267794 * tl.exp(-0.5 * p * p))
     elif ACTIVATION == GELU_TANH:
-        area = sigmoid(twice_u(p))
-        rest = area * (1.0 - area)  # 0 far out, where the cubic may have overflowed
+        area, rest = sigmoid_and_slope(twice_u(p))  # rest is 0 far out, where the cubic may have overflowed
         square = tl.where(rest == 0.0, 0.0, p * p)
         value = p * area
         slope = area + p * rest * (1.59576912160573071176 + 0.21406444881780075 * square)
     else:
-        area = sigmoid(p)
+        area, rest = sigmoid_and_slope(p)
         value = p * area
-        slope = area + p * (area * (1.0 - area))
+        slope = area + p * rest
     return value, slope
 
 
