@@ -11,10 +11,11 @@ TRITON ?= $(if $(filter Linux,$(shell uname)),triton==3.6.0)
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install -q --no-compile  # Python compiles what it imports; all of torch took half of the time
-SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.cpp' 'tests/simt/*.cu' 'tests/simt/*.h')
+SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.cpp' 'tests/simt/*.cu' 'tests/simt/*.h' \
+  'tests/ptx/*.cpp' 'tests/ptx/*.h')
 SANITIZED := build/sanitized
 
-.PHONY: build triton lint test test-all simt aside interpreted interpreted-attention sanitize demo bench gpu clean
+.PHONY: build triton lint test test-all simt aside ptx interpreted interpreted-attention sanitize demo bench gpu clean
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -39,17 +40,21 @@ triton: build
 # First what runs the CPU kernels, on all cores; then, two processes at a time, what needs one thread. Triton's kernels run
 # interpreted in processes of their own; their exit code 5 says that triton is not installed.
 test test-all: lint triton
-	$(PYTEST) $(MARKED) $(addprefix --ignore=,$(SIMT) $(ASIDE) $(INTERPRETED))
-	$(MAKE) -j2 MARKED='$(MARKED)' interpreted-attention interpreted simt aside
+	$(PYTEST) $(MARKED) $(addprefix --ignore=,$(SIMT) $(ASIDE) $(PTX) $(INTERPRETED))
+	$(MAKE) -j2 MARKED='$(MARKED)' interpreted-attention interpreted simt aside ptx
 
 test: MARKED := -m "not slow"
 PYTEST := $(BIN)/python -m pytest -q
 SIMT := tests/simt
 ASIDE := $(addprefix tests/,aot commands generation models training)
+PTX := tests/ptx
 INTERPRETED := tests/interpreter
 
 simt:
 	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(SIMT)
+
+ptx:
+	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(PTX) || test $$? -eq 5
 
 aside:
 	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(ASIDE)

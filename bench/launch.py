@@ -73,33 +73,40 @@ CALL: dict[str, Callable[[], Callable[[], Any]]] = {
 }
 
 
-def host_driver() -> SimpleNamespace:
-    """What Triton asks of a GPU's driver, without one: kernels are compiled for sm_90, bound, and not launched."""
+SHARED = {80: 166912, 90: 232448}  # architecture -> bytes of shared memory that a block may have
+
+
+def host_driver(arch: int = 90) -> SimpleNamespace:
+    """What Triton asks of a GPU's driver, without one: kernels are compiled for 90 or 80, bound, and not launched."""
     from triton.backends.compiler import GPUTarget
 
     loaded = (1, 1, 0, 0, 1024)  # module, function, registers, spills, threads
     utils = SimpleNamespace(
         load_binary=lambda name, code, shared, device: loaded,
-        get_device_properties=lambda device: {"max_shared_mem": 232448},
+        get_device_properties=lambda device: {"max_shared_mem": SHARED[arch]},
     )
     return SimpleNamespace(
         utils=utils,
         launcher_cls=lambda source, metadata: lambda *arguments: None,
-        get_current_device=lambda: 0,
+        get_current_device=lambda: arch,  # Triton keeps what it compiled by device
         get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
     )
 
 
 @contextmanager
-def host_only() -> Iterator[None]:
-    """Inside, Triton's launchers take tensors of the CPU as a GPU's, and stop where the driver would be called."""
+def host_only(instead: Any = None) -> Iterator[None]:
+    """Inside, Triton's launchers take tensors of the CPU as a GPU's, and stop where the driver would be called.
+
+    Args:
+        instead: what is called instead of the driver, None for host_driver().
+    """
     from triton.runtime.driver import driver
 
     from tfm_kernels.triton import _launch
 
     before = driver._active
-    driver.set_active(host_driver())
+    driver.set_active(instead or host_driver())
     try:
         with (
             mock.patch.object(_launch, "check_device", lambda op, x: None),

@@ -1,0 +1,30 @@
+"""Which of the contract's cases every run compiles: a kernel takes seconds."""
+
+from collections import Counter
+
+import pytest
+
+from tests.cases import pairs_once
+
+
+def marked_cases(ops, times=1):
+    """The cases of these ops that have every pair of levels once, as parameters.
+
+    Those are slow without which the others still have every level of every factor ``times`` times, where that many are.
+    """
+    seen, found = Counter(), []
+    for case in (case for case in pairs_once() if case.op in ops):
+        levels = [(name, str(level)) for name, level in case.levels.items()]
+        quick = any(seen[level] < times for level in levels)
+        if quick:
+            seen.update(levels)
+        found.append(pytest.param(case, id=case.id, marks=() if quick else pytest.mark.slow))
+    return found
+
+
+def assert_every_level(marked, at_most):
+    """The quick ones are few and have every level of every factor that any has."""
+    quick = [parameter.values[0] for parameter in marked if not parameter.marks]
+    levels = lambda cases: {(name, str(level)) for case in cases for name, level in case.levels.items()}
+    assert levels(quick) == levels(parameter.values[0] for parameter in marked)
+    assert len(quick) <= at_most

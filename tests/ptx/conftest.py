@@ -1,0 +1,54 @@
+"""These tests run Triton's kernels as they are compiled for a GPU, PTX, on the CPU (tests/ptx/machine)."""
+
+import os
+import zlib
+from importlib.util import find_spec
+
+import pytest
+
+REASON = None
+if find_spec("triton") is None:
+    REASON = "triton is not installed: pip install triton"
+elif os.environ.get("TRITON_INTERPRET") == "1":
+    REASON = "compiles kernels: run it without TRITON_INTERPRET"
+
+
+class Skipped(pytest.Module):
+    """A file that is not even imported."""
+
+    def collect(self):
+        pytest.skip(REASON, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return Skipped.from_parent(parent, path=module_path) if REASON else None
+
+
+@pytest.fixture(scope="session")
+def machine_of_session():
+    from .build import build
+    from .driver import Machine
+
+    return Machine(build())
+
+
+@pytest.fixture
+def machine(request, machine_of_session):
+    """The machine, with an order of blocks and warps of the test's own."""
+    machine_of_session.begin(seed=zlib.crc32(request.node.name.encode()))
+    return machine_of_session
+
+
+@pytest.fixture
+def arch():
+    """What kernels are compiled for; a test may have its own."""
+    return 90
+
+
+@pytest.fixture
+def gpu(machine, arch):
+    """The machine; backend="triton" runs on it."""
+    from .driver import gpu_of
+
+    with gpu_of(machine, arch):
+        yield machine

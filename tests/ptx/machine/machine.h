@@ -1,0 +1,232 @@
+// A machine that runs PTX, the code that Triton hands to NVIDIA's assembler, on a CPU.
+//
+// A warp runs an instruction for its 32 lanes at once. Lanes that branch apart go one way after the
+// other, and together again from where all ways lead (flow.cpp). The warps of a block run one after
+// the other from barrier to barrier, blocks one after the other in random order: what a GPU would
+// run at the same time cannot go wrong by chance, so memory watches who touches what instead
+// (memory.cpp). Arithmetic is as exact as the PTX manual promises and no more (arithmetic.cpp,
+// matrix.cpp).
+#pragma once
+#include <bit>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ptx {
+
+constexpr unsigned kLanes = 32;
+constexpr uint32_t kAll = ~0u, kNowhere = ~0u;
+
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Warp;
+struct Instruction;
+using Run = void (*)(Warp&, const Instruction&);
+
+enum class Kind : uint8_t { plain, branch, exit, barrier };
+
+struct Instruction {
+  Run run = nullptr;
+  Kind kind = Kind::plain;
+  bool unless = false;        // the guard has to be false
+  uint8_t space = 0;          // 's'hared or 'g'lobal
+  uint8_t width = 0;          // bytes of an element in memory, of a conversion's source
+  uint8_t to = 0;             // bytes of the register that it goes to or comes from
+  bool sign = false;          // extended by it
+  uint32_t guard = kNowhere;  // a predicate
+  uint32_t o[5] = {kNowhere, kNowhere, kNowhere, kNowhere, kNowhere};  // places of operands
+  std::vector<uint32_t> list, more;  // and of vectors of them: { } in the order of the text
+  int64_t number = 0;                // an offset, a target, an immediate that is not a lane's value
+  uint32_t line = 0;                 // of the source, file << 20 | line
+};
+
+struct Special {  // a register that the machine sets
+  uint32_t place;
+  std::string name;
+};
+
+struct Constant {
+  uint32_t place;
+  unsigned width;
+  uint64_t value;
+};
+
+struct Program {
+  std::string name;
+  std::vector<Instruction> code;
+  std::vector<Constant> constants;
+  std::vector<Special> specials;
+  uint32_t bytes = 0;  // of a warp's registers
+  unsigned parameters = 0, threads = 0;
+  unsigned granule[2] = {16, 16};  // fewest bytes of an access to shared, global memory
+  bool hopper = false;             // sums of matrix units as on sm_90
+  std::map<int, std::string> files;
+
+  std::string where(uint32_t line) const;
+};
+
+// What is known of a granule of memory; all zeros: nothing. A phase is the time from barrier to
+// barrier of one block.
+struct Touch {
+  uint32_t wrote = 0, read = 0;  // phases of the last ones
+  uint32_t readers = 0;          // warps that read in phase `read`
+  uint32_t before = 0;           // global memory: phase of a read by a block before that of `read`
+  uint32_t line = 0;             // that wrote
+  uint16_t writer = 0;
+  uint16_t flight = 0;  // 1 + the warp whose copy is under way
+  uint32_t fence = 0;   // 1 + fences of the warp that stored it then; 0: no fence needed
+};
+
+struct Touches {  // zeros, of which the system brings those that are used
+  std::unique_ptr<Touch[], decltype(&std::free)> held{nullptr, std::free};
+
+  explicit Touches(size_t count)
+      : held(static_cast<Touch*>(std::calloc(count, sizeof(Touch))), std::free) {}
+  Touch& operator[](size_t index) { return held[index]; }
+};
+
+struct Range {           // of global memory
+  uint64_t first, last;  // and one past it
+  Touches touches;
+};
+
+struct Copy {
+  uint32_t target;
+  const char* source;
+  unsigned bytes, read;
+  int group;
+  uint32_t line;
+};
+
+struct Reading {  // what a product under way reads: pieces of 16 bytes, and what they held
+  std::vector<uint32_t> pieces;
+  uint64_t sum;
+  int group;
+  uint32_t line;
+};
+
+struct Memory {
+  const Program* program;
+  std::vector<char> shared;
+  Touches touches;  // of shared memory
+  std::vector<Range> ranges;
+  std::vector<uint32_t> fences,
+      settled;  // between proxies that each warp has run, and had when the phase began
+  std::vector<uint32_t> fenced;  // phase of the last one
+  uint32_t phase = 0, block_first = 0, launch_first = 0;
+  size_t found = 0;  // the range of the last access
+};
+
+// Lanes that go on together, until they come to where they meet those that they were parted from.
+struct Fragment {
+  uint32_t pc, lanes, meeting;
+};
+
+struct Warp {
+  const Program* program = nullptr;
+  Memory* memory = nullptr;
+  const uint64_t* parameters = nullptr;
+  std::vector<char> registers;
+  unsigned index = 0;
+  uint32_t on = 0;              // lanes that run the instruction at hand
+  std::vector<Fragment> apart;  // the last one runs
+  bool waits = false, done = false;
+  std::vector<Copy> copies;
+  int copy_group = 0;
+  std::vector<Reading> readings;
+  int product_group = 0;
+
+  template <class T>
+  T* lane_values(uint32_t place) {
+    return reinterpret_cast<T*>(registers.data() + place);
+  }
+  template <class F>
+  void each(F work) {
+    if (on == kAll) {
+#pragma GCC ivdep
+      for (unsigned l = 0; l < kLanes; ++l) work(l);
+    } else {
+      for (unsigned l = 0; l < kLanes; ++l)
+        if (on >> l & 1) work(l);
+    }
+  }
+  uint64_t get(uint32_t place, unsigned width, unsigned lane) const {
+    uint64_t value = 0;
+    std::memcpy(&value, registers.data() + place + width * lane, width);
+    return value;
+  }
+  void put(uint32_t place, unsigned width, unsigned lane, uint64_t value) {
+    std::memcpy(registers.data() + place + width * lane, &value, width);
+  }
+  uint32_t& predicate(uint32_t place) { return *lane_values<uint32_t>(place); }
+  void set(uint32_t place, uint32_t bits) {
+    if (place == kNowhere) return;  // the place of _
+    uint32_t& old = predicate(place);
+    old = (old & ~on) | (bits & on);
+  }
+  void together(const char* what) const {
+    if (on != kAll) throw Fault(std::string(what) + " by a part of the warp's lanes");
+  }
+  void begin();
+  void end();
+  void branch(const Instruction& i);
+  void go();  // until a barrier or the end
+};
+
+// The text of an instruction, taken apart.
+struct Statement {
+  std::string opcode;
+  std::vector<std::string> parts, operands;  // of the opcode at its dots; at commas
+  bool has(const char* part) const;
+};
+
+struct Register {  // or a bank of them
+  uint32_t place;
+  unsigned width, count;  // width 0: predicates
+};
+
+// While a program is read: where registers and constants lie.
+struct Names {
+  Program& program;
+  std::map<std::string, Register> banks;  // "%r" -> where %r0 lies
+  std::map<std::pair<uint64_t, unsigned>, uint32_t> constants;
+  std::map<std::string, Register> specials;
+  std::map<std::string, int> labels, parameters;
+
+  Register reg(const std::string& name);  // throws where there is none
+  bool is_register(const std::string& operand) const;
+  uint32_t place(const std::string& operand, unsigned width);  // a register's or a constant's
+  uint32_t predicate(const std::string& operand);
+  void address(const std::string& operand, Instruction& made);        // [ %r1 + 4 ]
+  std::vector<std::string> vector(const std::string& operand) const;  // { %r1, %r2 }
+};
+
+std::unique_ptr<Program> read(const std::string& text);
+void find_meetings(Program& program);  // o[0] of each branch: where its lanes meet again
+
+// Each of these makes an instruction of a statement, or returns false: not one of its own.
+bool decode_integers(const Statement& from, Names& names, Instruction& made);
+bool decode_floats(const Statement& from, Names& names, Instruction& made);
+bool decode_conversion(const Statement& from, Names& names, Instruction& made);
+bool decode_exchange(const Statement& from, Names& names, Instruction& made);
+bool decode_memory(const Statement& from, Names& names, Instruction& made);
+bool decode_matrix(const Statement& from, Names& names, Instruction& made);
+
+// Memory, watched: a pointer to where the bytes lie, or a Fault. value: what an ordinary store will
+// write.
+enum class Access { read, write, settle };  // settle: a copy arrives where it was begun
+char* shared_at(Warp& warp, uint32_t address, unsigned bytes, Access access, uint32_t line,
+                bool asynchronous = false, const char* value = nullptr);
+char* global_at(Warp& warp, uint64_t address, unsigned bytes, Access access, uint32_t line,
+                const char* value = nullptr);
+
+unsigned width_of(const std::string& type);  // of "b32", "f16x2" ..., 0 for another word
+
+}  // namespace ptx

@@ -1,0 +1,298 @@
+// Memory, and who touches it. An access outside of what the launch was given, or not aligned, is a
+// Fault; so is a pair of accesses, one of them a write, by two warps between the same barriers or
+// by two blocks of a launch, and any access to what a copy under way will write.
+#include <algorithm>
+
+#include "types.h"
+
+namespace ptx {
+namespace {
+
+std::string hexadecimal(uint64_t value) {
+  char text[24];
+  std::snprintf(text, sizeof text, "%#llx", static_cast<unsigned long long>(value));
+  return text;
+}
+
+// One granule; `first` is the phase that the memory's life begins with: what was before does not
+// count. A second warp may write what is there already, as it does where a layout has an element
+// twice.
+void touch(Warp& w, Touch& t, Access access, uint32_t line, uint32_t first, bool asynchronous,
+           bool same) {
+  const Memory& m = *w.memory;
+  const uint32_t now = m.phase;
+  const auto fault = [&](const char* what) {
+    throw Fault(what + (", written at " + w.program->where(t.line)));
+  };
+  if (access == Access::settle) {
+    t.flight = 0;
+  } else if (t.flight != 0) {
+    fault("touches what a copy under way will write");
+  }
+  if (t.wrote >= first) {
+    if (t.wrote == now ? t.writer != w.index && !same : t.wrote < m.block_first)
+      fault("races with a write");
+    // a fence has to stand between: of the one that wrote, before the barrier, or of this one after
+    // it
+    const bool same_warp = t.writer == w.index && t.fence <= m.fences[w.index];
+    if (asynchronous && t.fence > m.settled[t.writer] && m.fenced[w.index] <= t.wrote && !same_warp)
+      fault("a matrix unit reads what no fence has made visible to it");
+  }
+  if (access == Access::read) {
+    if (t.read != now) {
+      if (t.read >= first && t.read < m.block_first) t.before = t.read;
+      t.read = now;
+      t.readers = 0;
+    }
+    t.readers |= 1u << w.index;
+    return;
+  }
+  if (t.read >= first &&
+      (t.read == now ? (t.readers & ~(1u << w.index)) != 0 : t.read < m.block_first))
+    throw Fault("writes what another warp or block may still read");
+  if (t.before >= first && t.before < m.block_first)
+    throw Fault("writes what another block may still read");
+  t.wrote = now;
+  t.writer = static_cast<uint16_t>(w.index);
+  t.line = line;
+}
+
+// Loads and stores of each lane: `list` are the registers of its elements.
+template <char kSpace>
+char* at(Warp& w, const Instruction& i, unsigned lane, unsigned bytes, Access access,
+         const char* value = nullptr) {
+  const auto offset = static_cast<uint64_t>(i.number);
+  if constexpr (kSpace == 's') {
+    const auto address = static_cast<uint32_t>(w.lane_values<uint32_t>(i.o[0])[lane] + offset);
+    return shared_at(w, address, bytes, access, i.line, false, value);
+  } else {
+    return global_at(w, w.lane_values<uint64_t>(i.o[0])[lane] + offset, bytes, access, i.line,
+                     value);
+  }
+}
+
+template <char kSpace>
+void load(Warp& w, const Instruction& i) {
+  const unsigned bytes = i.width * static_cast<unsigned>(i.list.size());
+  for (unsigned l = 0; l < kLanes; ++l) {
+    if (!(w.on >> l & 1)) continue;
+    const char* source = at<kSpace>(w, i, l, bytes, Access::read);
+    for (uint32_t place : i.list) {
+      uint64_t value = 0;
+      std::memcpy(&value, source, i.width);
+      source += i.width;
+      const unsigned unused = 64 - 8 * i.width;
+      if (i.sign) value = static_cast<uint64_t>(static_cast<int64_t>(value << unused) >> unused);
+      if (place != kNowhere) w.put(place, i.to, l, value);
+    }
+  }
+}
+
+template <char kSpace>
+void store(Warp& w, const Instruction& i) {
+  const unsigned bytes = i.width * static_cast<unsigned>(i.list.size());
+  for (unsigned l = 0; l < kLanes; ++l) {
+    if (!(w.on >> l & 1)) continue;
+    char values[16];
+    for (size_t n = 0; n < i.list.size(); ++n) {
+      const uint64_t value = w.get(i.list[n], i.to, l);
+      std::memcpy(values + n * i.width, &value, i.width);
+    }
+    std::memcpy(at<kSpace>(w, i, l, bytes, Access::write, values), values, bytes);
+  }
+}
+
+void load_parameter(Warp& w, const Instruction& i) {
+  const uint64_t value = w.parameters[i.number];
+  for (unsigned l = 0; l < kLanes; ++l)
+    if (w.on >> l & 1) w.put(i.list[0], i.to, l, value);
+}
+
+// cp.async: begun here, and done when its thread waits for it. Until then its target is poisoned.
+void begin_copies(Warp& w, const Instruction& i) {
+  const auto bytes = static_cast<unsigned>(i.width);
+  for (unsigned l = 0; l < kLanes; ++l) {
+    if (!(w.on >> l & 1)) continue;
+    const auto target = static_cast<uint32_t>(w.lane_values<uint32_t>(i.o[0])[l] + i.number);
+    unsigned read = bytes;
+    if (i.o[2] != kNowhere) read = w.lane_values<uint32_t>(i.o[2])[l];
+    if (read > bytes) throw Fault("a copy reads more than it writes");
+    const char* source = nullptr;
+    if (read)
+      source =
+          global_at(w, w.lane_values<uint64_t>(i.o[1])[l] + i.list[0], read, Access::read, i.line);
+    std::memset(shared_at(w, target, bytes, Access::write, i.line), 0xff, bytes);
+    const unsigned granule = w.program->granule[0];
+    for (uint32_t a = target / granule; a <= (target + bytes - 1) / granule; ++a) {
+      w.memory->touches[a].flight = static_cast<uint16_t>(1 + w.index);
+      w.memory->touches[a].fence = 0;
+    }
+    w.copies.push_back({target, source, bytes, read, w.copy_group, i.line});
+  }
+}
+
+void commit_copies(Warp& w, const Instruction&) { ++w.copy_group; }
+
+void wait_for_copies(Warp& w, const Instruction& i) {
+  std::erase_if(w.copies, [&](const Copy& copy) {
+    if (copy.group >= w.copy_group - static_cast<int>(i.number)) return false;
+    char* target = shared_at(w, copy.target, copy.bytes, Access::settle, copy.line);
+    std::memset(target, 0, copy.bytes);
+    if (copy.read) std::memcpy(target, copy.source, copy.read);
+    return true;
+  });
+}
+
+// ldmatrix, stmatrix: 8 x 8 matrices of 16 bits, of which lane l holds two neighbours of row l / 4.
+// i.width of them; lanes 8 n to 8 n + 7 have the addresses of the rows of matrix n.
+template <bool kStore, bool kTransposed>
+void matrices(Warp& w, const Instruction& i) {
+  w.together(kStore ? "stmatrix" : "ldmatrix");
+  const uint32_t* addresses = w.lane_values<uint32_t>(i.o[0]);
+  for (unsigned n = 0; n < i.width; ++n) {
+    uint32_t* lanes = w.lane_values<uint32_t>(i.list.at(n));
+    uint16_t values[8][8];
+    if (kStore)
+      for (unsigned l = 0; l < kLanes; ++l)
+        for (unsigned e = 0; e < 2; ++e) {
+          const unsigned row = l / 4, column = l % 4 * 2 + e;
+          (kTransposed ? values[column][row] : values[row][column]) =
+              static_cast<uint16_t>(lanes[l] >> 16 * e);
+        }
+    for (unsigned r = 0; r < 8; ++r) {
+      const auto address = static_cast<uint32_t>(addresses[8 * n + r] + i.number);
+      const char* value = kStore ? reinterpret_cast<const char*>(values[r]) : nullptr;
+      char* row =
+          shared_at(w, address, 16, kStore ? Access::write : Access::read, i.line, false, value);
+      if (kStore)
+        std::memcpy(row, values[r], 16);
+      else
+        std::memcpy(values[r], row, 16);
+    }
+    if (kStore) continue;
+    for (unsigned l = 0; l < kLanes; ++l) {
+      const unsigned row = l / 4, column = l % 4 * 2;
+      const auto value = [&](unsigned c) -> uint32_t {
+        return kTransposed ? values[c][row] : values[row][c];
+      };
+      lanes[l] = value(column) | value(column + 1) << 16;
+    }
+  }
+}
+
+bool decode_access(const Statement& from, Names& names, Instruction& made) {
+  const bool loads = from.parts[0] == "ld";
+  const std::string& type = from.parts.back();
+  const std::string &values = from.operands.at(loads ? 0 : 1),
+                    &address = from.operands.at(loads ? 1 : 0);
+  made.width = static_cast<uint8_t>(width_of(type));
+  made.sign = type[0] == 's';
+  names.address(address, made);
+  unsigned to = made.width;
+  for (const std::string& one : names.vector(values)) {
+    if (names.is_register(one)) to = names.reg(one).width;
+    made.list.push_back(names.place(one, to));
+  }
+  made.to = static_cast<uint8_t>(to);
+  if (from.has("param")) {
+    made.run = loads ? load_parameter : nullptr;
+    return loads && made.o[0] == kNowhere;
+  }
+  const bool shared = from.has("shared") || from.has("shared::cta");
+  if (!shared && !from.has("global")) return false;
+  unsigned& granule = names.program.granule[shared ? 0 : 1];
+  granule = std::min(granule, static_cast<unsigned>(made.width));
+  if (loads) made.run = shared ? load<'s'> : load<'g'>;
+  if (!loads) made.run = shared ? store<'s'> : store<'g'>;
+  return true;
+}
+
+bool decode_copy(const Statement& from, Names& names, Instruction& made) {  // of cp.async
+  if (from.has("commit_group")) {
+    made.run = commit_copies;
+  } else if (from.has("wait_group")) {
+    made.run = wait_for_copies;
+    made.number = std::stoi(from.operands.at(0));
+  } else if (from.has("shared") && from.has("global")) {
+    Instruction source;
+    names.address(from.operands.at(1), source);
+    names.address(from.operands.at(0), made);
+    made.o[1] = source.o[0];
+    made.list.push_back(static_cast<uint32_t>(source.number));
+    made.width = static_cast<uint8_t>(std::stoi(from.operands.at(2), nullptr, 0));
+    if (from.operands.size() > 3) made.o[2] = names.place(from.operands[3], 4);
+    names.program.granule[0] = std::min<unsigned>(names.program.granule[0], made.width);
+    names.program.granule[1] = std::min(names.program.granule[1], 2u);  // may read a part
+    made.run = begin_copies;
+  }
+  return made.run != nullptr;
+}
+
+}  // namespace
+
+char* shared_at(Warp& w, uint32_t address, unsigned bytes, Access access, uint32_t line,
+                bool asynchronous, const char* value) {
+  Memory& m = *w.memory;
+  if (uint64_t{address} + bytes > m.shared.size() || address % bytes)
+    throw Fault(hexadecimal(address) + " is no place for " + std::to_string(bytes) +
+                " bytes of shared memory, of " + std::to_string(m.shared.size()));
+  const unsigned granule = w.program->granule[0];
+  const bool same = value && std::memcmp(m.shared.data() + address, value, bytes) == 0;
+  for (uint32_t a = address / granule; a <= (address + bytes - 1) / granule; ++a) {
+    Touch& t = m.touches[a];
+    touch(w, t, access, line, m.block_first, asynchronous, same);
+    if (access == Access::write) t.fence = 1 + m.fences[w.index];
+  }
+  return m.shared.data() + address;
+}
+
+char* global_at(Warp& w, uint64_t address, unsigned bytes, Access access, uint32_t line,
+                const char* value) {
+  Memory& m = *w.memory;
+  const auto inside = [&](const Range& range) {
+    return address >= range.first && address + bytes <= range.last;
+  };
+  if (m.found >= m.ranges.size() || !inside(m.ranges[m.found])) {
+    m.found = 0;
+    while (m.found < m.ranges.size() && !inside(m.ranges[m.found])) ++m.found;
+    if (m.found == m.ranges.size()) {
+      std::string nearest = "no tensor";
+      for (const Range& r : m.ranges)
+        if (address + 4096 >= r.first && address < r.last + 4096)
+          nearest = "a tensor of " + std::to_string(r.last - r.first) + " bytes, at " +
+                    std::to_string(static_cast<int64_t>(address - r.first));
+      throw Fault(hexadecimal(address) + ", " + std::to_string(bytes) + " bytes, lies outside of " +
+                  nearest);
+    }
+  }
+  if (bytes & (bytes - 1) ? false : address % bytes != 0)
+    throw Fault(hexadecimal(address) + " is not aligned to " + std::to_string(bytes) + " bytes");
+  Range& range = m.ranges[m.found];
+  const unsigned granule = w.program->granule[1];
+  const uint64_t first = address / granule - range.first / granule;
+  const uint64_t last = (address + bytes - 1) / granule - range.first / granule;
+  char* place = reinterpret_cast<char*>(address);
+  const bool same = value && std::memcmp(place, value, bytes) == 0;
+  for (uint64_t a = first; a <= last; ++a)
+    touch(w, range.touches[a], access, line, m.launch_first, false, same);
+  return place;
+}
+
+bool decode_memory(const Statement& from, Names& names, Instruction& made) {
+  const std::string& name = from.parts[0];
+  if (name == "ld" || name == "st") return decode_access(from, names, made);
+  if (name == "cp" && from.has("async")) return decode_copy(from, names, made);
+  if (name != "ldmatrix" && name != "stmatrix") return false;
+  const bool stores = name == "stmatrix", transposed = from.has("trans");
+  if (!from.has("m8n8") || !from.has("b16")) return false;
+  names.address(from.operands.at(stores ? 0 : 1), made);
+  for (const std::string& one : names.vector(from.operands.at(stores ? 1 : 0)))
+    made.list.push_back(names.place(one, 4));
+  made.width = static_cast<uint8_t>(made.list.size());
+  names.program.granule[0] = std::min(names.program.granule[0], 16u);
+  if (stores) made.run = transposed ? matrices<true, true> : matrices<true, false>;
+  if (!stores) made.run = transposed ? matrices<false, true> : matrices<false, false>;
+  return true;
+}
+
+}  // namespace ptx

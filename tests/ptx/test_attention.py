@@ -1,0 +1,72 @@
+"""Attention's compiled kernels: masks, padding, NaN, dropout; wide heads and many tiles."""
+
+import pytest
+import torch
+
+from tests.attention_semantics import (  # noqa: F401  (some of the tests that every backend has)
+    WIDTHS,
+    assert_many_tiles,
+    assert_wide_heads,
+    test_backward_of_another_backend,
+    test_batch_and_heads_are_independent_and_padding_is_unread,
+    test_dropout_masks_are_those_of_the_other_backends,
+    test_nan_where_it_is_seen,
+    test_packed_dropout_is_the_padded_calls,
+    test_rows_far_from_zero_have_right_gradients,
+    test_rows_that_see_nothing,
+    test_segments_are_alone,
+    test_the_least_finite_bias_gives_the_mean,
+    test_views_give_the_bits_of_contiguous_tensors,
+    test_what_lies_beyond_the_last_querys_reach_changes_no_bit,
+    test_what_lies_in_padding_changes_no_bit,
+    test_who_sees_whom,
+    test_wrong_lengths_read_nothing_outside,
+)
+from tfm_kernels import Mask
+from tfm_kernels.testing import assert_contract, run
+from tfm_kernels.triton import _launch
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+@pytest.fixture
+def backend():
+    return "triton"
+
+
+def kept_and_dropped(dtype, width):
+    generator = torch.Generator().manual_seed(width)
+    query, key, value = (torch.randn(1, 1, n, width, generator=generator).to(dtype) for n in (97, 129, 129))
+    mask = Mask.keep(torch.rand(1, 1, 97, 129, generator=generator) < 0.7)
+    return {"query": query, "key": key, "value": value, "mask": mask, "dropout_p": 0.5, "seed": torch.tensor(5)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_wide_heads(widths, dtype):
+    assert_wide_heads(widths, dtype, "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_tiles(dtype):
+    assert_many_tiles(dtype, "triton")
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    "dtype, width", [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float16, 100), (torch.float32, 64)], ids=str
+)
+def test_keep_with_dropout(dtype, width, arch):
+    """Two causes for Triton to plan the second product's factors by fewer bits than they have."""
+    assert_contract("attention", kept_and_dropped(dtype, width), "triton")
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_keep_with_dropout_under_tf32(arch, monkeypatch):
+    """Norms of errors far below 1; TF32, whose factors have 11 bits, is nothing that the contract judges."""
+    monkeypatch.setattr(_launch, "float32_products", lambda: "tf32")
+    given = kept_and_dropped(torch.float32, 64)
+    found, expected = run("attention", given, "triton"), run("attention", given, "reference")
+    for name, value in {**expected.outputs, **expected.grads}.items():
+        error = ({**found.outputs, **found.grads}[name] - value).norm() / value.norm()
+        assert 2**-14 < error < 2**-7, name

@@ -1,0 +1,31 @@
+"""The norms' compiled kernels: long rows, constant rows, rows far from 0, dropout masks."""
+
+import pytest
+import torch
+
+from tests.layer_norm_semantics import (  # noqa: F401  (some of the tests that every backend has)
+    assert_sum_need_not_be_kept,
+    calls,
+    test_a_row_too_far_from_zero_for_its_factor,
+    test_constant_row_gives_the_bias,
+    test_dropout_masks_are_those_of_the_other_backends,
+    test_sums_are_rounded_once_to_the_parameters_type,
+    test_the_sum_need_not_be_kept,
+    test_views_give_the_bits_of_contiguous_tensors,
+)
+from tfm_kernels.testing import assert_contract
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+@pytest.fixture
+def backend():
+    return "triton"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [2049, 4096, pytest.param(16385, marks=pytest.mark.slow)])
+def test_long_rows(width, dtype):
+    for op, inputs in calls(width, dtype, rows=3):
+        assert_contract(op, inputs, "triton")
+    assert_sum_need_not_be_kept("triton", width, dtype)
