@@ -301,7 +301,7 @@ def attention(
         fewer keys than a vector register holds (16 in float32 with AVX-512). NaN in a value that some queries see may
         reach those that do not: all on reference and aten, those in the same tile on the others. Deterministic.
         Differentiable once in query, key, value, bias; twice on reference, and on aten within
-        torch.nn.attention.sdpa_kernel(SDPBackend.MATH).
+        torch.nn.attention.sdpa_kernel(SDPBackend.MATH); in forward mode, also over reverse mode, on both.
     Cost: 4 B Hq Tq Tk D operations forward and 10 backward, hidden tiles left out; extra memory O(T).
     Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; Dao 2023, arXiv:2307.08691, algorithms 1 and 2.
 
