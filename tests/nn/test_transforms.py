@@ -1,5 +1,7 @@
 """torch.func on layers of the project: automatic choice gives it PyTorch's own operators, and nothing else changes."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -158,11 +160,18 @@ def test_jacobians_of_both_modes_are_the_same(x):
     torch.testing.assert_close(forward, reverse, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["attention", "causal attention", "attention under a mask"])
-def test_products_with_second_derivatives(name, x):
-    """By forward over reverse mode, as by reverse mode twice, which the reference has."""
+@pytest.mark.parametrize("outer", ["forward", "reverse", "reverse by PyTorch"])
+@pytest.mark.parametrize(
+    "name", ["attention", "causal attention", "attention under a mask", "attention of packed rows"]
+)
+def test_products_with_second_derivatives(name, outer, x):
+    """By forward or reverse mode over reverse mode, as by the reference's graph of a graph."""
     call = lambda x: CALLS[name](x).square().sum()
-    _, found = jvp(grad(call), (x,), (x.cos(),))
+    if outer == "forward":
+        _, found = jvp(grad(call), (x,), (x.cos(),))
+    else:
+        with sdpa_kernel(SDPBackend.MATH) if outer == "reverse by PyTorch" else nullcontext():
+            found = grad(lambda x: (grad(call)(x) * x.detach().cos()).sum())(x)
     with tfk.use_backend("reference"):
         _, expected = torch.autograd.functional.hvp(call, x, x.cos())
     assert_same_in_float64(found, expected)

@@ -1,4 +1,4 @@
-"""torch.func and forward-mode differentiation on patched models of transformers, whose own eager attention has them."""
+"""Forward mode and second derivatives of patched models of transformers, whose own eager attention has them."""
 
 import copy
 
@@ -35,8 +35,8 @@ class Run(torch.nn.Module):
         return self.run(self.model)
 
 
-def tangents(model, run, reverse):
-    """What comes out, or with ``reverse`` the gradients of all parameters, and its derivative along one direction."""
+def differentiated(model, run, mode):
+    """What comes out, or the gradients of all parameters, and in each mode its derivative along one direction."""
     whole = Run(model, run)
     parameters = {name: p.detach() for name, p in whole.named_parameters()}
     torch.manual_seed(3)
@@ -49,19 +49,25 @@ def tangents(model, run, reverse):
         y = functional_call(whole, given, ())
         return (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y)).sum()
 
-    function = grad(loss) if reverse else output
-    values, along = jvp(function, (parameters,), (direction,))
-    return {k: v.double() for k, v in values.items()} | {f"along {k}": v.double() for k, v in along.items()}
+    def along(given):
+        return sum((g * direction[name]).sum() for name, g in grad(loss)(given).items())
+
+    if mode == "reverse over reverse":
+        found = grad(along)(parameters)
+    else:
+        values, tangents = jvp(output if mode == "forward" else grad(loss), (parameters,), (direction,))
+        found = values | {f"along {name}": t for name, t in tangents.items()}
+    return {name: t.double() for name, t in found.items()}
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "forward over reverse"])
+@pytest.mark.parametrize("mode", ["forward", "forward over reverse", "reverse over reverse"])
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "gpt2", "llama", "bart", "t5", "vit"])
-def test_forward_mode(kind, reverse):
+def test_derivatives(kind, mode):
     """With padding, causal or not, with a bias that learns, and with heads in groups."""
     model, run = build(kind), run_of(kind)
-    exact = tangents(copy.deepcopy(model).double(), run, reverse)
-    stock = tangents(model, run, reverse)
+    exact = differentiated(copy.deepcopy(model).double(), run, mode)
+    stock = differentiated(model, run, mode)
     with tfk.patch(model) as report:
-        given = tangents(model, run, reverse)
+        given = differentiated(model, run, mode)
         assert report.fallbacks == {}
     assert_as_exact(given, stock, exact)

@@ -89,6 +89,8 @@ def _aten_cannot(call: AttentionCall) -> str | None:
         return "F.scaled_dot_product_attention draws dropout from torch's generator, not by tfm_kernels.dropout"
     if call.cu_seqlens_q is not None and torch.compiler.is_compiling():
         return "it loops over the segments, whose lengths a compiled graph does not know"
+    if _library.differentiates_twice() and torch.backends.cuda.flash_sdp_enabled():  # which a CPU's goes by as well
+        return "F.scaled_dot_product_attention is differentiable once outside of sdpa_kernel(SDPBackend.MATH)"
     return None
 
 
