@@ -1,5 +1,8 @@
 """patch() on GPT-2, BART, Marian, Whisper, T5, ViT, CLIP and Llama, small and with random weights."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -197,3 +200,20 @@ def test_other_implementations_are_left_alone():
     assert report.entries[0].note == "because config.output_attentions is set"
     assert model.config._attn_implementation == "eager"
     tfk.unpatch(model)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_copy_of_a_model_of_which_a_part_is_patched(again, implementation):
+    """Its config says ours, and only the part knows what it said before."""
+    model, run = build("bart"), run_of("bart")
+    model.set_attn_implementation(implementation)
+    stock = run(model)
+    tfk.patch(model.model.encoder)
+    copied = again(model)
+    tfk.patch(copied)
+    tfk.unpatch(copied)
+    assert copied.config._attn_implementation == implementation
+    assert torch.equal(run(copied), stock)

@@ -262,7 +262,8 @@ def switch(model: Any, backend: str | None, pack: bool) -> list[nn.Module]:
     """Sets the attention of a transformers model and of the models in it to ours; returns those that took it."""
     register()
     inner = [module for module in model.modules() if is_model(module)]
-    before = [(_original(module.config), why_not(module)) for module in inner]
+    told = {id(module.config): swap.options(module).previous for module in inner if swap.OPTIONS in module.__dict__}
+    before = [(told.get(id(module.config)) or _original(module.config), why_not(module)) for module in inner]
     model.set_attn_implementation(implementation(backend))
     taken = []
     for module, (name, reason) in zip(inner, before, strict=True):
