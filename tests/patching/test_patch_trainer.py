@@ -68,13 +68,21 @@ def test_three_steps(tmp_path, kind, options):
     torch.testing.assert_close(given.to(dtype), wanted.to(dtype))
 
 
+@pytest.fixture
+def accelerator():
+    """Of mixed precision, which is a setting of the process."""
+    reset = accelerate.state.AcceleratorState._reset_state
+    reset(reset_partial_state=True)
+    yield accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    reset(reset_partial_state=True)
+
+
 @pytest.mark.parametrize("first", ["patch", "prepare"])
-def test_unpatched_while_accelerate_wraps_it(first):
+def test_unpatched_while_accelerate_wraps_it(first, accelerator):
     """Its wrapper for autocast keeps the forward that it found on the instance, and leaves one there when it goes."""
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
     model, stock = encoder().train(), encoder().train()
     classes, alone = [type(module) for module in model.modules()], stock(x)
-    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     wanted = accelerator.prepare_model(stock)(x)
     for step in (first, *({"patch", "prepare"} - {first})):
         tfk.patch(model) if step == "patch" else accelerator.prepare_model(model)
