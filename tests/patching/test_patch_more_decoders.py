@@ -15,7 +15,7 @@ from tests.patching.models import (
     batch,
     decoder,
     keeps_attention,
-)  # fmt: skip
+)
 from tests.patching.test_patch_decoders import FLOAT64, ROTARY, SIDE_BY_SIDE, SUM, WINDOW
 
 PART = {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4, "rope_type": "default"}}
