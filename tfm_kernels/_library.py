@@ -159,6 +159,12 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def differentiates_twice() -> bool:
+    """Whether transforms of torch.func that differentiate in reverse mode are under way one in another."""
+    stack = None if torch.compiler.is_compiling() else torch._C._functorch.get_interpreter_stack()
+    return sum(level.key() == torch._C._functorch.TransformType.Grad for level in stack or ()) > 1
+
+
 def certain(condition: Any) -> bool:
     """Whether a condition on sizes holds. Of dynamic sizes compiled code says so only where no guard is needed for it.
 

@@ -1,10 +1,13 @@
 """torch.func on layers of the project: automatic choice gives it PyTorch's own operators, and nothing else changes."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tfm_kernels as tfk
 from tfm_kernels.testing.float64 import assert_same_in_float64
@@ -69,17 +72,25 @@ def test_gradients_of_each_sample(name, x):
             assert_same_in_float64(found[key][b], value, key)
 
 
-def test_forward_mode(x):
-    """Of what PyTorch has it for: its own attention on a CPU has none."""
-    tangent = torch.ones_like(x)
-    for found, expected in zip(
-        jvp(tfk.nn.LayerNorm(16).double(), (x,), (tangent,)),
-        jvp(nn.LayerNorm(16).double(), (x,), (tangent,)),
-        strict=True,
-    ):
-        assert_same_in_float64(found, expected)
-    with pytest.raises(NotImplementedError, match="forward AD"):
-        jvp(layer(), (x,), (tangent,))
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_mode(name, norm_first, masked, x):
+    """PyTorch's layers have it where their attention is the written-out one, which is asked for here alone."""
+    told = {"src_key_padding_mask": PADDING} if masked else {}
+    model, stock, live = MODELS[name](norm_first), layer(norm_first), ~PADDING if masked else PADDING >= 0
+    parameters = {key: value.detach() for key, value in stock.named_parameters()}
+    tangents = {key: torch.ones_like(value) / 8 for key, value in parameters.items()}
+    prefix = next(iter(model.state_dict())).removesuffix(next(iter(parameters)))
+
+    def run(module, prefix):
+        given = lambda p, x: functional_call(module, {prefix + key: value for key, value in p.items()}, (x,), told)
+        return jvp(lambda p, x: given(p, x)[live], (parameters, x), (tangents, torch.ones_like(x)))
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = run(stock, "")
+    for found, wanted in zip(run(model, prefix), expected, strict=True):
+        assert_same_in_float64(found, wanted)
 
 
 def patched_ffn():
@@ -91,7 +102,16 @@ def patched_ffn():
 CRITERION = tfk.nn.LinearCrossEntropyLoss(16, 9).requires_grad_(False)
 INT8 = MATRIX.clamp(-1, 1).mul(127).to(torch.int8), torch.full((16,), 0.01)
 IDS = torch.randint(9, (3, 7), generator=torch.Generator().manual_seed(5))
+ENDS = torch.tensor([0, 9, 12, 21], dtype=torch.int32)
+KEEP = torch.ones(7, 7, dtype=torch.bool).tril().index_fill(0, torch.tensor(2), False)  # the third sees nothing
 CALLS = {
+    "attention": lambda x: tfk.ops.attention(x[:, None], x[:, None], x[:, None]),
+    "attention in groups": lambda x: tfk.ops.attention(x[:, None].expand(-1, 2, -1, -1), x[:, None], x[:, None]),
+    "causal attention": lambda x: tfk.ops.attention(x[:, None], x[:, None], x[:, None], tfk.Mask.causal()),
+    "attention under a mask": lambda x: tfk.ops.attention(x[:, None], x[:, None], x[:, None], KEEP),
+    "attention with a bias": lambda x: tfk.ops.attention(*[x[:, None]] * 3, bias=x[:1, None, :, :7]),
+    "dropout in attention": lambda x: tfk.ops.attention(*[x[:, None]] * 3, dropout_p=0.5, seed=torch.tensor(3)),
+    "attention of packed rows": lambda x: tfk.ops.attention_varlen(*[x.reshape(21, 1, 16)] * 3, *[ENDS] * 2, 9, 9),
     "layer_norm": lambda x: tfk.ops.layer_norm(x),
     "add_layer_norm": lambda x: tfk.ops.add_layer_norm(x, x.flip(0))[0],
     "rms_norm": lambda x: tfk.ops.rms_norm(x),
@@ -140,14 +160,21 @@ def test_jacobians_of_both_modes_are_the_same(x):
     torch.testing.assert_close(forward, reverse, rtol=1e-5, atol=1e-6)
 
 
-def test_attention_keeps_or_refuses_a_tangent(x):
-    """PyTorch's own attention on a CPU has no forward mode, and says so."""
-    q = x[:, None].float()
-    tfk.ops.attention(q, q, q)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(q, torch.ones_like(q))
-        with pytest.raises(NotImplementedError, match="forward AD"):
-            tfk.ops.attention(dual, dual, dual)
+@pytest.mark.parametrize("outer", ["forward", "reverse", "reverse by PyTorch"])
+@pytest.mark.parametrize(
+    "name", ["attention", "causal attention", "attention under a mask", "attention of packed rows"]
+)
+def test_products_with_second_derivatives(name, outer, x):
+    """By forward or reverse mode over reverse mode, as by the reference's graph of a graph."""
+    call = lambda x: CALLS[name](x).square().sum()
+    if outer == "forward":
+        _, found = jvp(grad(call), (x,), (x.cos(),))
+    else:
+        with sdpa_kernel(SDPBackend.MATH) if outer == "reverse by PyTorch" else nullcontext():
+            found = grad(lambda x: (grad(call)(x) * x.detach().cos()).sum())(x)
+    with tfk.use_backend("reference"):
+        _, expected = torch.autograd.functional.hvp(call, x, x.cos())
+    assert_same_in_float64(found, expected)
 
 
 def test_a_named_backend_says_why_it_cannot(x):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
+from tfm_kernels.patching.source import fingerprint
 from tfm_kernels.proof.rule import Judge
 
 
@@ -161,3 +162,12 @@ def decoder(family, **changes):
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 0.5, 0.2)
     return model.eval()
+
+
+_WITHOUT_REGISTRY = {"gptj": "549182418a79", "codegen": "7a04a8d1753c"}  # fingerprints of transformers 5.23
+
+
+def keeps_attention(model):
+    """Whether a model is one that knows transformers' registry from 5.24 on, as it was before."""
+    known = _WITHOUT_REGISTRY.get(model.config.model_type)
+    return known is not None and fingerprint(type(model.transformer.h[0].attn).forward) == known

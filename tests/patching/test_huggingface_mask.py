@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.models import decoder, transformers
+from tests.patching.models import decoder, keeps_attention, transformers
 from tfm_kernels.mask import Mask
 from tfm_kernels.patching import block, huggingface
 from tfm_kernels.patching.huggingface_mask import as_data
@@ -58,11 +58,14 @@ def windowed(mask):
 def test_a_forward(family, side, seen):
     model, (ids, keep) = build(family), padded(side)
     run = lambda m: m(ids, attention_mask=keep, use_cache=False).logits[keep.bool()]
-    wanted = run(model)
+    wanted, kept = run(model), keeps_attention(model)
     with tfk.patch(model) as report:
         given = run(model)
         assert not any("attention was called" in reason for met in report.fallbacks.values() for reason in met)
     torch.testing.assert_close(given, wanted)
+    if kept:
+        assert not seen and not report.entries[0].replaced
+        return
     assert len(seen) == 2 and all(isinstance(mask, Mask) for mask in seen)
     for mask in seen:
         assert (mask.keep_matrix is None) if side == "none" else mask.keep_matrix.shape == (3, 1, 1, LENGTH)

@@ -1,5 +1,8 @@
 """patch() on GPT-2, BART, Marian, Whisper, T5, ViT, CLIP and Llama, small and with random weights."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -197,3 +200,48 @@ def test_other_implementations_are_left_alone():
     assert report.entries[0].note == "because config.output_attentions is set"
     assert model.config._attn_implementation == "eager"
     tfk.unpatch(model)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_copy_of_a_model_of_which_a_part_is_patched(again, implementation):
+    """Its config says ours, and only the part knows what it said before."""
+    model, run = build("bart"), run_of("bart")
+    model.set_attn_implementation(implementation)
+    stock = run(model)
+    tfk.patch(model.model.encoder)
+    copied = again(model)
+    tfk.patch(copied)
+    tfk.unpatch(copied)
+    assert copied.config._attn_implementation == implementation
+    assert torch.equal(run(copied), stock)
+
+
+@pytest.mark.parametrize("patched_too", [False, True])
+def test_a_model_made_from_a_copy_of_a_patched_ones_config(patched_too):
+    """As AutoModel.from_config makes a student of its teacher; the teacher stays patched."""
+    teacher, run = build("bart"), run_of("bart")
+    stock = run(teacher)
+    tfk.patch(teacher)
+    student = type(teacher)(copy.deepcopy(teacher.config)).eval()
+    student.load_state_dict(teacher.state_dict())
+    if patched_too:
+        tfk.patch(student)
+    torch.testing.assert_close(run(student), stock)
+    assert tfk.unpatch(student) and not tfk.unpatch(student)
+    assert student.config._attn_implementation == "sdpa" and torch.equal(run(student), stock)
+    assert teacher.config._attn_implementation.startswith("tfm_kernels")
+
+
+def test_a_model_that_shares_a_patched_ones_config_goes_with_it():
+    teacher, run = build("bart"), run_of("bart")
+    stock = run(teacher)
+    tfk.patch(teacher)
+    student = type(teacher)(teacher.config).eval()
+    student.load_state_dict(teacher.state_dict())
+    assert not tfk.unpatch(student)
+    assert teacher.config._attn_implementation.startswith("tfm_kernels")
+    tfk.unpatch(teacher)
+    assert torch.equal(run(student), stock) and torch.equal(run(teacher), stock)

@@ -1,6 +1,8 @@
 """What watches a patched model, or wraps its modules, sees what it saw: hooks, wrappers in the place of a forward."""
 
+import copy
 import functools
+import types
 
 import pytest
 import torch
@@ -120,6 +122,56 @@ def test_the_way_back_after_a_wrapper_went(kind):
     torch.testing.assert_close(model(x), stock)
     tfk.unpatch(model)
     assert torch.equal(model(x), stock)
+
+
+def by_decorator(method):
+    @functools.wraps(method)
+    def forward(*args, **kwargs):
+        return method(*args, **kwargs)
+
+    return forward
+
+
+class ByObject:
+    def __init__(self, method):
+        self.method = method
+        functools.update_wrapper(self, method)
+
+    def __call__(self, *args, **kwargs):
+        return self.method(*args, **kwargs)
+
+
+def unbound(wrap):
+    return lambda module: types.MethodType(by_decorator(wrap(module.forward.__func__)), module)
+
+
+WRAPPERS = {
+    "decorator": lambda module: by_decorator(module.forward),
+    "compiled": lambda module: torch.compile(module.forward, backend="eager"),
+    "unbound decorator": unbound(by_decorator),
+    "unbound object": unbound(ByObject),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_way_back_below_wrappers_that_hold_the_patched_forward(wrapper):
+    """As accelerate's prepare wraps it for autocast. A copy shares the wrappers and goes on as it was."""
+    x, model = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)), encoder().train()
+    stock, classes = model(x), [type(module) for module in model.modules()]
+    tfk.patch(model)
+    patched = model(x)
+    for module in (model, model.layers[1], model.norm):
+        module.forward = WRAPPERS[wrapper](module)
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(model(x), patched)
+    tfk.unpatch(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(model(x), stock)
+    if wrapper.startswith("unbound"):  # of the others each copy calls the first model
+        assert torch.equal(copied(x), patched)
+        tfk.unpatch(copied)
+        assert torch.equal(copied(x), stock)
+    torch._dynamo.reset()
 
 
 def test_shapes_on_the_meta_device():

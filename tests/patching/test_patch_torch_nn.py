@@ -281,3 +281,15 @@ def test_a_sequence_takes_nested_tensors(layout):
         given = model(nested)
         assert "dense" in str(report.fallbacks[""])
     assert given.layout == layout and all(map(torch.equal, given.unbind(), wanted.unbind()))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sequence_takes_sparse_rows(layout):
+    """A bag of words, which a Linear multiplies by its weight as it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    x = torch.randn(5, 16).relu().to_sparse(layout=layout)
+    stock = model(x)
+    tfk.patch(model)
+    assert torch.equal(model(x), stock)

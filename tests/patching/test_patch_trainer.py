@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tests.patching.models import bert, decoder, transformers
+from tests.patching.models import bert, decoder, encoder, transformers
 
-pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers.Trainer needs")
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers.Trainer needs")
 CLASSIFIER = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS = {
     "llama": lambda: decoder("llama"),
@@ -66,3 +66,28 @@ def test_three_steps(tmp_path, kind, options):
     assert wanted.shape == (3, 2)
     dtype = torch.bfloat16 if options == "bf16" else torch.float32  # whose rounding may differ
     torch.testing.assert_close(given.to(dtype), wanted.to(dtype))
+
+
+@pytest.fixture
+def accelerator():
+    """Of mixed precision, which is a setting of the process."""
+    reset = accelerate.state.AcceleratorState._reset_state
+    reset(reset_partial_state=True)
+    yield accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    reset(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("first", ["patch", "prepare"])
+def test_unpatched_while_accelerate_wraps_it(first, accelerator):
+    """Its wrapper for autocast keeps the forward that it found on the instance, and leaves one there when it goes."""
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    model, stock = encoder().train(), encoder().train()
+    classes, alone = [type(module) for module in model.modules()], stock(x)
+    wanted = accelerator.prepare_model(stock)(x)
+    for step in (first, *({"patch", "prepare"} - {first})):
+        tfk.patch(model) if step == "patch" else accelerator.prepare_model(model)
+    assert not torch.equal(model(x), alone)
+    assert tfk.unpatch(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(model(x), wanted)
+    assert torch.equal(accelerator.unwrap_model(model, keep_fp32_wrapper=False)(x), alone)

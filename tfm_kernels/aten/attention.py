@@ -3,6 +3,8 @@
 One line of the semantics is not kept here: a query row of NaN gives NaN on every other backend, and 0 from PyTorch's
 CPU kernel where its keys are fewer than one vector register holds (seen in 2.13: 15 or less in float32 with AVX-512).
 Looking for NaN would cost a pass over the queries.
+
+PyTorch's fused attention knows no forward-mode differentiation: asked for it, its written-out formula runs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .._autocast import beyond_autocast
 from ..mask import Band, Mask
@@ -72,7 +75,15 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, added: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     grouped = bool(q.shape[1] != k.shape[1])  # sizes are tensors while torch.jit traces
-    return F.scaled_dot_product_attention(q, k, v, added, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    try:
+        return F.scaled_dot_product_attention(q, k, v, added, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    except NotImplementedError:
+        if forward_ad._current_level < 0:
+            raise
+    if added is not None and added.dtype == torch.bool:  # which the written-out one takes for 0 and 1
+        added = torch.zeros_like(added, dtype=q.dtype).masked_fill(~added, -torch.inf)
+    written_out = torch._scaled_dot_product_attention_math
+    return written_out(q, k, v, added, is_causal=is_causal, scale=scale, enable_gqa=grouped)[0]
 
 
 def _visible(mask: Mask, bias: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:

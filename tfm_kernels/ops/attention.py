@@ -89,6 +89,8 @@ def _aten_cannot(call: AttentionCall) -> str | None:
         return "F.scaled_dot_product_attention draws dropout from torch's generator, not by tfm_kernels.dropout"
     if call.cu_seqlens_q is not None and torch.compiler.is_compiling():
         return "it loops over the segments, whose lengths a compiled graph does not know"
+    if _library.differentiates_twice() and torch.backends.cuda.flash_sdp_enabled():  # which a CPU's goes by as well
+        return "F.scaled_dot_product_attention is differentiable once outside of sdpa_kernel(SDPBackend.MATH)"
     return None
 
 
@@ -301,7 +303,7 @@ def attention(
         fewer keys than a vector register holds (16 in float32 with AVX-512). NaN in a value that some queries see may
         reach those that do not: all on reference and aten, those in the same tile on the others. Deterministic.
         Differentiable once in query, key, value, bias; twice on reference, and on aten within
-        torch.nn.attention.sdpa_kernel(SDPBackend.MATH).
+        torch.nn.attention.sdpa_kernel(SDPBackend.MATH); in forward mode, also over reverse mode, on both.
     Cost: 4 B Hq Tq Tk D operations forward and 10 backward, hidden tiles left out; extra memory O(T).
     Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; Dao 2023, arXiv:2307.08691, algorithms 1 and 2.
 

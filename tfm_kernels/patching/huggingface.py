@@ -262,7 +262,8 @@ def switch(model: Any, backend: str | None, pack: bool) -> list[nn.Module]:
     """Sets the attention of a transformers model and of the models in it to ours; returns those that took it."""
     register()
     inner = [module for module in model.modules() if is_model(module)]
-    before = [(_original(module.config), why_not(module)) for module in inner]
+    told = {id(module.config): swap.options(module).previous for module in inner if swap.OPTIONS in module.__dict__}
+    before = [(told.get(id(module.config)) or _original(module.config), why_not(module)) for module in inner]
     model.set_attn_implementation(implementation(backend))
     taken = []
     for module, (name, reason) in zip(inner, before, strict=True):
@@ -293,27 +294,44 @@ def _copied(model: Any) -> list[Any]:
 
 
 def _original(config: Any) -> str:
-    """A config's implementation before any patch: models built from one config object share it."""
-    reference, name = _previous.get(id(config), (None, None))
-    current = config._attn_implementation
-    if reference is not None and reference() is config and current.startswith(NAME):
-        return str(name)
-    return str(current)
+    """A config's implementation before any patch: models built from one config object share it.
+
+    Of a copy of a patched model's config, as from_config makes one for another model, no more is known than that
+    transformers chooses "sdpa" for those that are patched.
+    """
+    if not is_ours(config):
+        return str(config._attn_implementation)
+    return _previous[id(config)][1] if _is_known(config) else "sdpa"
 
 
-def switch_back(outer: Iterable[nn.Module]) -> None:
-    """Gives the transformers models in modules their attention back, unless somebody has set another one meanwhile."""
+def _is_known(config: Any) -> bool:
+    """Whether patching met this very config."""
+    return id(config) in _previous and _previous[id(config)][0]() is config
+
+
+def _before(model: Any) -> str | None:
+    """What a model's attention is to be given back to; None where another model was patched that shares its config."""
+    if not is_ours(model.config):
+        return model.config._attn_implementation
+    previous = swap.options(model).previous
+    return previous if previous is not None or _is_known(model.config) else _original(model.config)
+
+
+def switch_back(outer: Iterable[nn.Module]) -> int:
+    """Gives the transformers models in modules their attention back, unless somebody has set another one meanwhile.
+
+    Returns how many of them had ours by their config alone.
+    """
     inner: dict[Any, None] = dict.fromkeys(module for each in outer for module in each.modules() if is_model(module))
-    wanted = {
-        module: swap.options(module).previous if is_ours(module.config) else module.config._attn_implementation
-        for module in inner
-    }
+    wanted = {module: _before(module) for module in inner}
+    by_config = [m for m in inner if is_ours(m.config) and swap.OPTIONS not in m.__dict__]
     for module, name in wanted.items():  # what an outer model is set to goes through to the inner ones, which follow
         if name is not None and module.config._attn_implementation != name:
             module.set_attn_implementation(name)
         for config in _copied(module) if name is not None else ():
             if is_ours(config):
                 config._attn_implementation = name
+    return sum(not is_ours(module.config) for module in by_config)
 
 
 swap.on_load[RECIPE] = register

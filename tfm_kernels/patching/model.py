@@ -103,8 +103,7 @@ def unpatch(model: nn.Module) -> int:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model must be a torch.nn.Module, got {type(model).__name__}")
-    restored = 0
-    huggingface.switch_back([model])
+    restored = huggingface.switch_back([model])
     for module in model.modules():
         restored += swap.restore(module)
         frozen.thaw(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from . import block, guard
@@ -83,7 +84,7 @@ def _fuse(original: Any) -> type:
         def forward(self, input: Any) -> Any:
             children, position, fused = list(self._modules.values()), 0, False
             while position < len(children):
-                dense = isinstance(input, Tensor) and not input.is_nested
+                dense = isinstance(input, Tensor) and input.layout is torch.strided and not input.is_nested
                 run = _run(children, position) if dense else None
                 if run is None:
                     input = children[position](input)

@@ -8,12 +8,13 @@ pickle carry it; a fused class holds no state and can be traced.
 from __future__ import annotations
 
 import copyreg
+import functools
 import sys
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,13 +130,63 @@ def restore(module: nn.Module) -> bool:
     elif any(base in _originals for base in bases):  # as fully_shard derives FSDPName(FSDPModule, Fused), parametrize
         own = {name: value for name, value in vars(fused).items() if _is_own(name, value, bases)}
         module.__class__ = type(fused.__name__, tuple(_originals.get(base, base) for base in bases), own)
-    for name, value in module.__dict__.items():  # what accelerate's hooks keep, and leave as ``forward`` when they go
-        if isinstance(value, types.MethodType) and value.__self__ is module:
-            if value.__func__ is getattr(fused, value.__name__, None):
-                module.__dict__[name] = getattr(type(module), value.__name__).__get__(module)
+    for name, value in module.__dict__.items():  # what accelerate keeps, and leaves as ``forward`` when it goes
+        method = _method_of(fused, value)
+        if method is not None and value.__self__ is module:
+            module.__dict__[name] = getattr(type(module), method).__get__(module)
+        elif callable(value):
+            _hand_back(value, fused, type(module))
     del module.__dict__[OPTIONS]
     _fallbacks.pop(module, None)
     return True
+
+
+def _method_of(fused: type, value: Any) -> str | None:
+    """The name of the method of a fused class that ``value`` is, bound or not; None for all else."""
+    function = getattr(value, "__func__", value)
+    own = isinstance(function, types.FunctionType) and getattr(fused, function.__name__, None) is function
+    return function.__name__ if own else None
+
+
+def _hand_back(wrapper: Any, fused: type, original: type) -> None:
+    """Lets wrappers around a method of a fused class, one in another, call what a module's class has in its place.
+
+    accelerate's ``prepare`` leaves such wrappers on an instance. The module may be fused again, and a copy of it, which
+    shares them, may still be.
+    """
+    links, seen = [wrapper], set()
+    while links:
+        link = links.pop()
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        if isinstance(link, (types.MethodType, functools.partial)):
+            links.append(link.__func__ if isinstance(link, types.MethodType) else link.func)
+        elif isinstance(link, types.FunctionType) or "__wrapped__" in getattr(link, "__dict__", ()):
+            for holder, name, value in _held(link):
+                method = _method_of(fused, value)
+                if method is None:
+                    links.append(value)
+                elif getattr(original, method, None) is not value:
+                    asking = _asks_its_class(getattr(original, method))
+                    setattr(holder, name, asking.__get__(value.__self__) if hasattr(value, "__self__") else asking)
+
+
+def _held(wrapper: Any) -> Iterator[tuple[Any, str, Any]]:
+    """(holder, attribute, value) for all that a function or an object keeps of others."""
+    for cell in getattr(wrapper, "__closure__", None) or ():
+        with suppress(ValueError):  # of an empty one
+            yield cell, "cell_contents", cell.cell_contents
+    for name, value in list(vars(wrapper).items()):
+        yield wrapper, name, value
+
+
+def _asks_its_class(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self), function.__name__)(self, *args, **kwargs)
+
+    return method
 
 
 def _is_own(name: str, value: Any, bases: tuple[type, ...]) -> bool:
