@@ -11,7 +11,10 @@ import torch
 import triton
 
 from bench.launch import host_driver, host_only
+from tests.ptx.build import ROOT
 from tfm_kernels.triton import _launch
+
+KEPT = ROOT / "build" / "ptx-kernels"  # where Triton keeps what it compiled for the machine
 
 
 class Fault(RuntimeError):
@@ -150,12 +153,14 @@ def gpu_of(machine, arch):
         machine: the Machine.
         arch: 80 or 90: what kernels are compiled for, and the GPU whose launches are taken.
     """
-    driver, knobs = machine_driver(machine, arch), triton.knobs.runtime
+    driver, knobs, cache = machine_driver(machine, arch), triton.knobs.runtime, triton.knobs.cache
     with (
         host_only(driver),
         mock.patch.object(_launch, "capability", lambda x: divmod(arch, 10)),
         knobs.scope(),
+        cache.scope(),
     ):
+        cache.dir = str(KEPT)  # what is kept here a GPU cannot run
         knobs.kernel_load_start_hook = driver.about_to_load
         knobs.add_stages_inspection_hook = without_machine_code
         yield

@@ -34,10 +34,10 @@ def backend():
     return "triton"
 
 
-def kept_and_dropped(dtype, width):
+def kept_and_dropped(dtype, width, queries=97):
     generator = torch.Generator().manual_seed(width)
-    query, key, value = (torch.randn(1, 1, n, width, generator=generator).to(dtype) for n in (97, 129, 129))
-    mask = Mask.keep(torch.rand(1, 1, 97, 129, generator=generator) < 0.7)
+    query, key, value = (torch.randn(1, 1, n, width, generator=generator).to(dtype) for n in (queries, 129, 129))
+    mask = Mask.keep(torch.rand(1, 1, queries, 129, generator=generator) < 0.7)
     return {"query": query, "key": key, "value": value, "mask": mask, "dropout_p": 0.5, "seed": torch.tensor(5)}
 
 
@@ -62,10 +62,11 @@ def test_keep_with_dropout(dtype, width, arch):
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_keep_with_dropout_under_tf32(arch, monkeypatch):
+@pytest.mark.parametrize("queries", [97, 5])
+def test_keep_with_dropout_under_tf32(queries, arch, monkeypatch):
     """Norms of errors far below 1; TF32, whose factors have 11 bits, is nothing that the contract judges."""
     monkeypatch.setattr(_launch, "float32_products", lambda: "tf32")
-    given = kept_and_dropped(torch.float32, 64)
+    given = kept_and_dropped(torch.float32, 64, queries)
     found, expected = run("attention", given, "triton"), run("attention", given, "reference")
     for name, value in {**expected.outputs, **expected.grads}.items():
         error = ({**found.outputs, **found.grads}[name] - value).norm() / value.norm()

@@ -120,6 +120,9 @@ FLOATS = {  # -> function, the largest error, of itself
     "cvt.rzi.s32.f32 %r5, %r3;\n cvt.rn.f32.s32 %r4, %r5": (lambda x: x.nan_to_num(0, 2.0**31, -(2.0**31)).trunc(), 0),
     "cvt.rn.bf16x2.f32 %r5, %r3, 0f00000000;\n add.rn.bf16x2 %r5, %r5, %r5;\n mov.b32 {_, %rs1}, %r5;\n"
     " cvt.f32.bf16 %r4, %rs1": (lambda x: (x.bfloat16() + x.bfloat16()).float(), 0),
+    "cvt.rn.bf16.f32 %rs1, %r3;\n fma.rn.bf16 %rs1, %rs1, %rs1, %rs1;\n cvt.f32.bf16 %r4, %rs1": (
+        lambda x: (x.bfloat16().double() ** 2 + x.bfloat16().double()).bfloat16().float(), 0,
+    ),
 }  # fmt: skip
 
 

@@ -234,15 +234,23 @@ def load_pairs(
 
 
 @triton.jit
+def kept_pairs(shown, keep, keep_stride_t, SHIELDED: tl.constexpr):
+    """Those ``shown`` that keep shows too; SHIELDED hides its bits from Triton (_attention_call.py's shielded())."""
+    if SHIELDED:
+        if keep_stride_t >= 0:  # as every stride is
+            shown = shown & (keep != 0)
+    else:
+        shown = shown & (keep != 0)
+    return shown
+
+
+@triton.jit
 def score_tile(
     dots, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
     keep_stride_d, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS_ALIGNED: tl.constexpr,
     MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, SHIELDED: tl.constexpr,
 ):  # fmt: skip
-    """A.1 of a tile, float32: q k^T itself, or scale q k^T + bias; -inf where a pair is hidden.
-
-    SHIELDED hides from Triton how many bits keep has (_attention_call.py).
-    """
+    """A.1 of a tile, float32: q k^T itself, or scale q k^T + bias; -inf where a pair is hidden."""
     x = dots
     if bias_ptr is not None:
         bias = load_pairs(
@@ -259,11 +267,7 @@ def score_tile(
             keep = load_pairs(
                 keep_ptr, m0, n0, tq, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, TRANSPOSED
             )
-            if SHIELDED:
-                if keep_stride_t >= 0:  # as every stride is
-                    shown = shown & (keep != 0)
-            else:
-                shown = shown & (keep != 0)
+            shown = kept_pairs(shown, keep, keep_stride_t, SHIELDED)
         x = tl.where(shown, x, float("-inf"))  # chosen, not multiplied: NaN in hidden keys ends here
     return x
 

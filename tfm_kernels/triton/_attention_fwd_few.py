@@ -25,6 +25,7 @@ from . import _launch
 from ._attention import (
     band,
     finish,
+    kept_pairs,
     kernel,
     keys_met,
     load_at,
@@ -173,7 +174,7 @@ def attention_fwd_few_kernel(
     low: tl.int64, high: tl.int64, end_low: tl.int64, end_high: tl.int64,
     scale, step, unit, keep_scale, last_dropped: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OUT_ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows against one part of their keys; those that read the same keys follow each other."""
     tiles = (Tq * G + BLOCK_M - 1) // BLOCK_M
@@ -212,7 +213,8 @@ def attention_fwd_few_kernel(
         chosen = (offs_n >= near(begin - n0, 4096)) & (offs_n < near(end - n0, 4096))
         if keep_ptr is not None:
             offsets = h * keep_stride_h + i * keep_stride_t
-            shown = shown & (load_row_pairs(keep_ptr, offsets, exist, n0, tk, keep_stride_d, 0, BLOCK_N) != 0)
+            keep = load_row_pairs(keep_ptr, offsets, exist, n0, tk, keep_stride_d, 0, BLOCK_N)
+            shown = kept_pairs(shown, keep, keep_stride_t, SHIELDED)
         if bias_ptr is not None:
             offsets = h * bias_stride_h + i * bias_stride_t
             bias = load_row_pairs(bias_ptr, offsets, exist, n0, tk, bias_stride_d, float("-inf"), BLOCK_N)

@@ -117,9 +117,9 @@ struct Memory {
   std::vector<char> shared;
   Touches touches;  // of shared memory
   std::vector<Range> ranges;
-  std::vector<uint32_t> fences,
-      settled;  // between proxies that each warp has run, and had when the phase began
-  std::vector<uint32_t> fenced;  // phase of the last one
+  // of each warp: fences between proxies that it has run, and had when the phase began; phase of
+  // the last one
+  std::vector<uint32_t> fences{}, settled{}, fenced{};
   uint32_t phase = 0, block_first = 0, launch_first = 0;
   size_t found = 0;  // the range of the last access
 };
@@ -213,6 +213,7 @@ void find_meetings(Program& program);  // o[0] of each branch: where its lanes m
 
 // Each of these makes an instruction of a statement, or returns false: not one of its own.
 bool decode_integers(const Statement& from, Names& names, Instruction& made);
+bool decode_comparison(const Statement& from, Names& names, Instruction& made);
 bool decode_floats(const Statement& from, Names& names, Instruction& made);
 bool decode_conversion(const Statement& from, Names& names, Instruction& made);
 bool decode_exchange(const Statement& from, Names& names, Instruction& made);

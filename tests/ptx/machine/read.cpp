@@ -111,9 +111,10 @@ struct Reader {
       if (from.operands != std::vector<std::string>{"0"})
         throw Fault("only a barrier of the whole block: " + text);
       made.kind = Kind::barrier;
-    } else if (!decode_integers(from, names, made) && !decode_floats(from, names, made) &&
-               !decode_conversion(from, names, made) && !decode_exchange(from, names, made) &&
-               !decode_memory(from, names, made) && !decode_matrix(from, names, made)) {
+    } else if (!decode_integers(from, names, made) && !decode_comparison(from, names, made) &&
+               !decode_floats(from, names, made) && !decode_conversion(from, names, made) &&
+               !decode_exchange(from, names, made) && !decode_memory(from, names, made) &&
+               !decode_matrix(from, names, made)) {
       throw Fault("the machine does not know: " + text);
     }
     if (made.kind != Kind::plain || made.run != nullptr) program.code.push_back(std::move(made));
