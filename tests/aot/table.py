@@ -81,7 +81,7 @@ def _backward(width, dtype, features, aligned, arch):
     launch = f"{config.block_m}x{config.block_n} {config.num_warps} warps {config.num_stages} stages"
     return f"layer_norm_bwd{'_walk' * walked} {launch}", {
         "kernel": kernel, "types": _types(kernel, dtype, absent), "constexprs": constexprs, "arch": arch,
-        "num_warps": config.num_warps,
+        "num_warps": config.num_warps, "max_registers": layer_norm_bwd.MAX_REGISTERS if aligned else None,
     }  # fmt: skip
 
 

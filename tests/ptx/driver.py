@@ -52,6 +52,19 @@ class Launch:
     tensors: list
 
 
+class Traffic(ctypes.Structure):
+    """What a kernel's accesses cost.
+
+    Attributes:
+        global_bytes: of global memory that its threads asked for.
+        global_sectors: of 32 bytes that they lie in, instruction by instruction of each warp.
+        shared_waves: times that shared memory was busy.
+        shared_least: times that it would have been if no two words of one bank were asked for at once.
+    """
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("global_bytes", "global_sectors", "shared_waves", "shared_least")]
+
+
 class Machine:
     """Runs PTX.
 
@@ -69,7 +82,7 @@ class Machine:
         self._library.ptx_parameters.argtypes = [ctypes.c_void_p]
         self._library.ptx_launch.argtypes = [
             ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_void_p,
-            ctypes.c_uint, ctypes.c_uint64,
+            ctypes.c_uint, ctypes.c_uint64, ctypes.c_void_p,
         ]  # fmt: skip
         self.begin()
 
@@ -84,8 +97,12 @@ class Machine:
             raise Fault(self._library.ptx_error().decode())
         return Program(text, handle)
 
-    def launch(self, launch):
+    def launch(self, launch, traffic=None):
         """Runs a kernel.
+
+        Args:
+            launch: the Launch.
+            traffic: a Traffic that is added to, or None; counting takes time.
 
         Raises:
             Fault: an access out of bounds, a race, a barrier that not all reach ...
@@ -99,6 +116,7 @@ class Machine:
         failed = self._library.ptx_launch(
             launch.program.handle, (ctypes.c_uint32 * 3)(*launch.grid), launch.threads, launch.shared,
             b"".join(launch.parameters), (ctypes.c_uint64 * len(ranges))(*ranges), len(ranges) // 2, self.seed,
+            None if traffic is None else ctypes.byref(traffic),
         )  # fmt: skip
         if failed:
             raise Fault(self._library.ptx_error().decode())

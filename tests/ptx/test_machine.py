@@ -75,6 +75,10 @@ INTEGERS = {
     "bfe.u32 %r4, %r3, 28, 9": lambda x: unsigned(x) >> 28,
     "prmt.b32 %r4, %r3, 0, 0x3214U": lambda x: x & -256,
     "lop3.b32 %r4, %r3, 0xff, 0xf, 0x96": lambda x: x ^ 0xFF ^ 0xF,
+    "mov.b32 %r5, 0x00017fff;\n add.s16x2 %r4, %r3, %r5": lambda x: (x >> 16) + 1 << 16 | (x + 0x7FFF & 0xFFFF),
+    "mov.b32 %r5, 0x00017fff;\n min.u16x2 %r4, %r3, %r5": lambda x: (
+        (x >> 16 & 0xFFFF).clamp(max=1) << 16 | (x & 0xFFFF).clamp(max=0x7FFF)
+    ),
     "shf.l.wrap.b32 %r4, %r3, %r3, 4": lambda x: unsigned(x) << 4 & 0xFFFFFFFF | unsigned(x) >> 28,
     "min.s32 %r4, %r3, 5": lambda x: x.clamp(max=5),
     "min.u32 %r4, %r3, 5": lambda x: unsigned(x).clamp(max=5),
@@ -108,6 +112,9 @@ FLOATS = {  # -> function, the largest error, of itself
     "div.full.f32 %r4, %r3, 0f40400000": (lambda x: x / 3, 2**-22),
     "max.f32 %r4, %r3, 0f3F800000": (lambda x: torch.fmax(x, torch.ones(()))  , 0),
     "max.NaN.f32 %r4, %r3, 0f3F800000": (lambda x: torch.maximum(x, torch.ones(())), 0),
+    "mov.b64 %rd9, {%r3, %r3};\n fma.rn.f32x2 %rd9, %rd9, %rd9, %rd9;\n mov.b64 {_, %r4}, %rd9": (
+        lambda x: (x.double() * x.double() + x.double()).float(), 0,
+    ),
     "abs.ftz.f32 %r4, %r3": (lambda x: torch.where(x.abs() < 1e-38, 0 * x, x).abs(), 0),
     "ex2.approx.f32 %r4, %r3": (torch.exp2, 2**-21),
     "sqrt.rn.f32 %r4, %r3": (lambda x: x.double().sqrt().float(), 0),

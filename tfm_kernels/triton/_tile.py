@@ -92,3 +92,19 @@ def keep_tile(seed_ptr, rows, first, last_dropped, BLOCK_M: tl.constexpr, BLOCK_
     # (w0, w2) x (w1, w3) gives w0, w1, w2, w3 along the columns
     draws = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
     return (draws ^ 0x80000000).to(tl.int32, bitcast=True) > last_dropped
+
+
+@triton.jit
+def sum_of_rows(t, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_N,) sums of the rows of a tile (BLOCK_M, BLOCK_N): one half added to the other, until one row is left.
+
+    tl.sum would send them through shared memory a column at a time, where up to 32 lanes of a warp meet in one bank;
+    before a tile is split its layout changes, by words of different banks.
+    """
+    half: tl.constexpr = BLOCK_M // 2
+    if BLOCK_M == 1:
+        total = tl.reshape(t, (BLOCK_N,))
+    else:
+        upper, lower = tl.split(tl.permute(tl.reshape(t, (2, half, BLOCK_N)), (1, 2, 0)))
+        total = sum_of_rows(upper + lower, half, BLOCK_N)
+    return total

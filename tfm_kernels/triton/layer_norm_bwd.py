@@ -21,12 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _launch
-from ._tile import keep_tile, load_columns, load_row_numbers, load_tile, store_tile
+from ._tile import keep_tile, load_columns, load_row_numbers, load_tile, store_tile, sum_of_rows
 
 MAX_FEATURES = 65536
 # As in layer_norm_fwd: compilations for one combination of storage types and of optional arguments, all shapes:
 # nine launches of aligned rows, eight of others, and the second launch.
 MAX_COMPILATIONS = 18
+MAX_REGISTERS = 128  # of aligned rows: two programs of 8 warps fit a multiprocessor, or one of 16
 SUM_BLOCK_M, SUM_BLOCK_N = 32, 64  # partial sums that a program of the second launch adds up at once
 
 
@@ -151,9 +152,9 @@ def layer_norm_bwd_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     partial = tl.program_id(0).to(tl.int64) * N + offs_n
     if dweight_ptr is not None:
-        tl.store(dweight_ptr + partial, tl.sum(dweight, 0), mask=offs_n < N)
+        tl.store(dweight_ptr + partial, sum_of_rows(dweight, BLOCK_M, BLOCK_N), mask=offs_n < N)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + partial, tl.sum(dbias, 0), mask=offs_n < N)
+        tl.store(dbias_ptr + partial, sum_of_rows(dbias, BLOCK_M, BLOCK_N), mask=offs_n < N)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -271,6 +272,7 @@ def layer_norm_bwd(
             z_stride_m=z2.stride(0), divisor=float(N - 1 if unbiased else N), scale=scale, last_dropped=last_dropped,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=aligned,
             STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=False,
+            maxnreg=MAX_REGISTERS if aligned else None,
         )  # fmt: skip
         if config.programs == 1 and dtypes == [torch.float32] * 2:
             return dx, dresidual, dweights[0], dbiases[0]

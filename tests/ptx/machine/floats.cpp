@@ -126,6 +126,24 @@ struct FCopySign {  // of the first operand, to the second
   static float of(float a, float b) { return std::copysign(b, a); }
 };
 
+template <class F>
+struct TwoFloats {  // in a register of 64 bits
+  template <class... T>
+  static uint64_t of(T... x) {
+    const float upper = F::of(std::bit_cast<float>(static_cast<uint32_t>(x >> 32))...);
+    const float lower = F::of(std::bit_cast<float>(static_cast<uint32_t>(x))...);
+    return uint64_t{std::bit_cast<uint32_t>(upper)} << 32 | std::bit_cast<uint32_t>(lower);
+  }
+};
+
+template <bool kFlush>
+Run of_two_floats(const std::string& name) {
+  if (name == "add") return binary<uint64_t, uint64_t, TwoFloats<FAdd<kFlush>>>;
+  if (name == "sub") return binary<uint64_t, uint64_t, TwoFloats<FSub<kFlush>>>;
+  if (name == "mul") return binary<uint64_t, uint64_t, TwoFloats<FMul<kFlush>>>;
+  return name == "fma" ? ternary<uint64_t, uint64_t, TwoFloats<FFma<kFlush>>> : nullptr;
+}
+
 template <bool kFlush>
 Run float_function(const Statement& from) {
   const std::string& name = from.parts[0];
@@ -236,6 +254,8 @@ bool decode_floats(const Statement& from, Names& names, Instruction& made) {
   const std::string &name = from.parts[0], &type = from.parts.back();
   if (type == "f32")
     made.run = from.has("ftz") ? float_function<true>(from) : float_function<false>(from);
+  if (type == "f32x2")
+    made.run = from.has("ftz") ? of_two_floats<true>(name) : of_two_floats<false>(name);
   const bool pair = type == "bf16x2" || type == "f16x2",
              plain = !from.has("ftz") && !from.has("NaN");
   if (plain && type.rfind("bf16", 0) == 0)

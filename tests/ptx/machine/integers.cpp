@@ -109,6 +109,23 @@ struct LeadingZeros {
   }
 };
 
+template <class F, class T>
+struct TwoShorts {  // in a register of 32 bits
+  static uint32_t of(uint32_t a, uint32_t b) {
+    const auto upper =
+        static_cast<uint16_t>(F::of(static_cast<T>(a >> 16), static_cast<T>(b >> 16)));
+    return uint32_t{upper} << 16 |
+           static_cast<uint16_t>(F::of(static_cast<T>(a), static_cast<T>(b)));
+  }
+};
+
+template <class T>
+Run of_two_shorts(const std::string& name) {
+  if (name == "add") return binary<uint32_t, uint32_t, TwoShorts<Add<T>, T>>;
+  if (name == "min") return binary<uint32_t, uint32_t, TwoShorts<Least<T>, T>>;
+  return name == "max" ? binary<uint32_t, uint32_t, TwoShorts<Most<T>, T>> : nullptr;
+}
+
 template <class T, bool kLeft>
 void shift(Warp& w, const Instruction& i) {
   T* d = w.lane_values<T>(i.o[0]);
@@ -293,6 +310,8 @@ bool decode_integers(const Statement& from, Names& names, Instruction& made) {
   if (name == "prmt" && type == "b32") made.run = permute_bytes;
   if (name == "lop3" && type == "b32") made.run = any_of_three;
   if (name == "shf" && from.has("wrap")) made.run = from.has("l") ? funnel<true> : funnel<false>;
+  if (type == "s16x2" && from.parts.size() == 2) made.run = of_two_shorts<int16_t>(name);
+  if (type == "u16x2" && from.parts.size() == 2) made.run = of_two_shorts<uint16_t>(name);
   if (made.run != nullptr) {
     take(from, names, made, 4);
     return true;

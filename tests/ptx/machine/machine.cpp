@@ -135,13 +135,14 @@ void Warp::go() {
 }
 
 void launch(const Program& program, const Launch& how, const uint64_t* parameters,
-            std::vector<Range> ranges) {
+            std::vector<Range> ranges, Traffic* traffic) {
   if (program.threads != how.threads)
     throw Fault("a launch of another number of threads than was compiled for");
   const size_t granules = how.shared_bytes / program.granule[0] + 1;
   Memory memory{&program, std::vector<char>(how.shared_bytes), Touches(granules),
                 std::move(ranges)};
   memory.launch_first = phases + 1;
+  memory.traffic = traffic;
   memory.fences.assign(how.threads / kLanes, 0);
   memory.settled = memory.fenced = memory.fences;
   std::vector<Warp> warps(how.threads / kLanes);
@@ -194,11 +195,11 @@ EXPORT unsigned ptx_parameters(const void* program) {
   return static_cast<const ptx::Program*>(program)->parameters;
 }
 
-// ranges: first and last of each piece of global memory that the kernel may touch. 0, or ptx_error
-// says what.
+// ranges: first and last of each piece of global memory that the kernel may touch; traffic: null,
+// or what is to be counted. 0, or ptx_error says what.
 EXPORT int ptx_launch(const void* program, const uint32_t* grid, uint32_t threads,
                       uint64_t shared_bytes, const uint64_t* parameters, const uint64_t* ranges,
-                      unsigned count, uint64_t seed) {
+                      unsigned count, uint64_t seed, ptx::Traffic* traffic) {
   try {
     const auto& kernel = *static_cast<const ptx::Program*>(program);
     std::vector<ptx::Range> memory;
@@ -207,7 +208,7 @@ EXPORT int ptx_launch(const void* program, const uint32_t* grid, uint32_t thread
       memory.push_back({first, last, ptx::Touches((last - first) / kernel.granule[1] + 2)});
     }
     ptx::launch(kernel, {{grid[0], grid[1], grid[2]}, threads, shared_bytes, seed}, parameters,
-                std::move(memory));
+                std::move(memory), traffic);
     return 0;
   } catch (const std::exception& e) {
     error = e.what();

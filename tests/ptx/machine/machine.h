@@ -4,7 +4,7 @@
 // other, and together again from where all ways lead (flow.cpp). The warps of a block run one after
 // the other from barrier to barrier, blocks one after the other in random order: what a GPU would
 // run at the same time cannot go wrong by chance, so memory watches who touches what instead
-// (memory.cpp). Arithmetic is as exact as the PTX manual promises and no more (arithmetic.cpp,
+// (memory.cpp). Arithmetic is as exact as the PTX manual promises and no more (floats.cpp,
 // matrix.cpp).
 #pragma once
 #include <bit>
@@ -36,7 +36,6 @@ struct Instruction {
   Run run = nullptr;
   Kind kind = Kind::plain;
   bool unless = false;        // the guard has to be false
-  uint8_t space = 0;          // 's'hared or 'g'lobal
   uint8_t width = 0;          // bytes of an element in memory, of a conversion's source
   uint8_t to = 0;             // bytes of the register that it goes to or comes from
   bool sign = false;          // extended by it
@@ -112,6 +111,16 @@ struct Reading {  // what a product under way reads: pieces of 16 bytes, and wha
   uint32_t line;
 };
 
+// What the accesses of a launch cost, where it is asked for.
+struct Traffic {
+  // bytes that lanes asked for, and the sectors that hold them; times that shared memory was busy,
+  // and would have been without two words of one bank
+  uint64_t global_bytes = 0, global_sectors = 0, shared_waves = 0, shared_least = 0;
+
+  void global(const uint64_t* addresses, uint32_t on, unsigned bytes);  // of one instruction
+  void shared(const uint64_t* addresses, uint32_t on, unsigned bytes);
+};
+
 struct Memory {
   const Program* program;
   std::vector<char> shared;
@@ -121,7 +130,8 @@ struct Memory {
   // the last one
   std::vector<uint32_t> fences{}, settled{}, fenced{};
   uint32_t phase = 0, block_first = 0, launch_first = 0;
-  size_t found = 0;  // the range of the last access
+  size_t found = 0;            // the range of the last access
+  Traffic* traffic = nullptr;  // null: not counted
 };
 
 // Lanes that go on together, until they come to where they meet those that they were parted from.

@@ -46,41 +46,35 @@ float truncated_sum(const double* terms, unsigned count, float start, int bits) 
   return toward_zero(static_cast<double>(sum) * down);
 }
 
-// sum[n] += a . b[n], over k elements
-template <unsigned kColumns>
-struct Accumulator {
-  Type type;
-  bool hopper;
-
-  void floats(const float* a, const float (*b)[64], unsigned k, float* sums,
-              unsigned columns) const {
-    const unsigned chunk = (type == Type::tf32 ? 4u : 8u) << hopper;
-    double terms[16];
-    for (unsigned c = 0; c < columns; ++c)
-      for (unsigned first = 0; first < k; first += chunk) {
-        const unsigned count = std::min(chunk, k - first);
-        for (unsigned n = 0; n < count; ++n)
-          terms[n] = static_cast<double>(a[first + n]) * b[c][first + n];
-        sums[c] = truncated_sum(terms, count, sums[c], 1 + hopper);
-      }
-  }
-  void integers(const float* a, const float (*b)[64], unsigned k, int32_t* sums,
-                unsigned columns) const {
-    for (unsigned c = 0; c < columns; ++c) {
-      int64_t sum = sums[c];
-      for (unsigned n = 0; n < k; ++n)
-        sum += static_cast<int64_t>(a[n]) * static_cast<int64_t>(b[c][n]);
-      sums[c] = static_cast<int32_t>(sum);
+// sums[c] += a . b[c], over k elements.
+void add_floats(const float* a, const float (*b)[64], unsigned k, float* sums, unsigned columns,
+                Type type, bool hopper) {
+  const unsigned chunk = (type == Type::tf32 ? 4u : 8u) << hopper;
+  double terms[16];
+  for (unsigned c = 0; c < columns; ++c)
+    for (unsigned first = 0; first < k; first += chunk) {
+      const unsigned count = std::min(chunk, k - first);
+      for (unsigned n = 0; n < count; ++n)
+        terms[n] = static_cast<double>(a[first + n]) * b[c][first + n];
+      sums[c] = truncated_sum(terms, count, sums[c], 1 + hopper);
     }
+}
+
+void add_integers(const float* a, const float (*b)[64], unsigned k, int32_t* sums,
+                  unsigned columns) {
+  for (unsigned c = 0; c < columns; ++c) {
+    int64_t sum = sums[c];
+    for (unsigned n = 0; n < k; ++n)
+      sum += static_cast<int64_t>(a[n]) * static_cast<int64_t>(b[c][n]);
+    sums[c] = static_cast<int32_t>(sum);
   }
-};
+}
 
 // 16 rows of A (k elements each), `columns` columns of B, and the registers of D of one warp: lane
 // l has of row l / 4 (+ 8) columns 8 j + l % 4 * 2 (+ 1), in registers 4 j, 4 j + 1 (4 j + 2, 4 j +
 // 3).
 void multiply(Warp& w, const Instruction& i, Type type, unsigned k, unsigned columns,
               const float (*a)[64], const float (*b)[64], bool keep) {
-  const Accumulator<256> with{type, w.program->hopper};
   const bool whole = type == Type::s8 || type == Type::u8;
   const std::vector<uint32_t>&from = i.more, &to = i.list;
   for (unsigned row = 0; row < 16; ++row) {
@@ -95,9 +89,9 @@ void multiply(Warp& w, const Instruction& i, Type type, unsigned k, unsigned col
       sums[c] = keep ? w.lane_values<uint32_t>(from[number])[lane] : 0;
     });
     if (whole)
-      with.integers(a[row], b, k, reinterpret_cast<int32_t*>(sums), columns);
+      add_integers(a[row], b, k, reinterpret_cast<int32_t*>(sums), columns);
     else
-      with.floats(a[row], b, k, reinterpret_cast<float*>(sums), columns);
+      add_floats(a[row], b, k, reinterpret_cast<float*>(sums), columns, type, w.program->hopper);
     each([&](unsigned c, unsigned lane, unsigned number) {
       w.lane_values<uint32_t>(to[number])[lane] = sums[c];
     });
@@ -118,7 +112,7 @@ void rows_of_registers(Warp& w, const uint32_t* places, unsigned count, Type typ
     }
 }
 
-// mma.sync.m16n8kK: list D, more C, o[0..3] A, then B in `number`'s place on: see decode
+// mma.sync.m16n8kK. list: D, A, B; more: C.
 void multiply_registers(Warp& w, const Instruction& i) {
   w.together("mma");
   const Type type = static_cast<Type>(i.width);
@@ -196,7 +190,8 @@ void read_described(Warp& w, const Described& where, bool transposed, unsigned f
     }
 }
 
-// wgmma: this warp's 16 of 64 rows. o: descriptors of A (or nowhere) and B, whether to add to D.
+// wgmma: this warp's 16 of 64 rows. list: D; more: D, and A where it lies in registers; o:
+// descriptors of A (or nowhere) and B, and whether to add to D.
 void multiply_shared(Warp& w, const Instruction& i) {
   w.together("wgmma");
   const Type type = static_cast<Type>(i.width);

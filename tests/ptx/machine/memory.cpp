@@ -72,8 +72,21 @@ char* at(Warp& w, const Instruction& i, unsigned lane, unsigned bytes, Access ac
 }
 
 template <char kSpace>
+void count(Warp& w, const Instruction& i, unsigned bytes) {
+  if (w.memory->traffic == nullptr) return;
+  uint64_t addresses[kLanes];
+  for (unsigned l = 0; l < kLanes; ++l)
+    addresses[l] = w.get(i.o[0], kSpace == 's' ? 4 : 8, l) + static_cast<uint64_t>(i.number);
+  if (kSpace == 's')
+    w.memory->traffic->shared(addresses, w.on, bytes);
+  else
+    w.memory->traffic->global(addresses, w.on, bytes);
+}
+
+template <char kSpace>
 void load(Warp& w, const Instruction& i) {
   const unsigned bytes = i.width * static_cast<unsigned>(i.list.size());
+  count<kSpace>(w, i, bytes);
   for (unsigned l = 0; l < kLanes; ++l) {
     if (!(w.on >> l & 1)) continue;
     const char* source = at<kSpace>(w, i, l, bytes, Access::read);
@@ -91,6 +104,7 @@ void load(Warp& w, const Instruction& i) {
 template <char kSpace>
 void store(Warp& w, const Instruction& i) {
   const unsigned bytes = i.width * static_cast<unsigned>(i.list.size());
+  count<kSpace>(w, i, bytes);
   for (unsigned l = 0; l < kLanes; ++l) {
     if (!(w.on >> l & 1)) continue;
     char values[16];
@@ -111,6 +125,8 @@ void load_parameter(Warp& w, const Instruction& i) {
 // cp.async: begun here, and done when its thread waits for it. Until then its target is poisoned.
 void begin_copies(Warp& w, const Instruction& i) {
   const auto bytes = static_cast<unsigned>(i.width);
+  uint64_t sources[kLanes];
+  uint32_t reads = 0;
   for (unsigned l = 0; l < kLanes; ++l) {
     if (!(w.on >> l & 1)) continue;
     const auto target = static_cast<uint32_t>(w.lane_values<uint32_t>(i.o[0])[l] + i.number);
@@ -118,9 +134,9 @@ void begin_copies(Warp& w, const Instruction& i) {
     if (i.o[2] != kNowhere) read = w.lane_values<uint32_t>(i.o[2])[l];
     if (read > bytes) throw Fault("a copy reads more than it writes");
     const char* source = nullptr;
-    if (read)
-      source =
-          global_at(w, w.lane_values<uint64_t>(i.o[1])[l] + i.list[0], read, Access::read, i.line);
+    sources[l] = w.lane_values<uint64_t>(i.o[1])[l] + i.list[0];
+    if (read) source = global_at(w, sources[l], read, Access::read, i.line);
+    if (read) reads |= 1u << l;
     std::memset(shared_at(w, target, bytes, Access::write, i.line), 0xff, bytes);
     const unsigned granule = w.program->granule[0];
     for (uint32_t a = target / granule; a <= (target + bytes - 1) / granule; ++a) {
@@ -129,6 +145,7 @@ void begin_copies(Warp& w, const Instruction& i) {
     }
     w.copies.push_back({target, source, bytes, read, w.copy_group, i.line});
   }
+  if (w.memory->traffic) w.memory->traffic->global(sources, reads, bytes);
 }
 
 void commit_copies(Warp& w, const Instruction&) { ++w.copy_group; }
@@ -151,6 +168,12 @@ void matrices(Warp& w, const Instruction& i) {
   const uint32_t* addresses = w.lane_values<uint32_t>(i.o[0]);
   for (unsigned n = 0; n < i.width; ++n) {
     uint32_t* lanes = w.lane_values<uint32_t>(i.list.at(n));
+    if (w.memory->traffic) {
+      uint64_t rows[kLanes];
+      for (unsigned r = 0; r < 8; ++r)
+        rows[r] = addresses[8 * n + r] + static_cast<uint64_t>(i.number);
+      w.memory->traffic->shared(rows, 0xff, 16);
+    }
     uint16_t values[8][8];
     if (kStore)
       for (unsigned l = 0; l < kLanes; ++l)
@@ -265,7 +288,7 @@ char* global_at(Warp& w, uint64_t address, unsigned bytes, Access access, uint32
                   nearest);
     }
   }
-  if (bytes & (bytes - 1) ? false : address % bytes != 0)
+  if (std::has_single_bit(bytes) && address % bytes != 0)  // a part of a copy may have any size
     throw Fault(hexadecimal(address) + " is not aligned to " + std::to_string(bytes) + " bytes");
   Range& range = m.ranges[m.found];
   const unsigned granule = w.program->granule[1];

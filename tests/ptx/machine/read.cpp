@@ -152,9 +152,10 @@ struct Reader {
 
 unsigned width_of(const std::string& type) {
   static const std::map<std::string, unsigned> widths = {
-      {"b8", 1},   {"u8", 1},  {"s8", 1},  {"b16", 2}, {"u16", 2},  {"s16", 2},   {"f16", 2},
-      {"bf16", 2}, {"b32", 4}, {"u32", 4}, {"s32", 4}, {"f32", 4},  {"f16x2", 4}, {"bf16x2", 4},
-      {"b64", 8},  {"u64", 8}, {"s64", 8}, {"f64", 8}, {"tf32", 4},
+      {"b8", 1},    {"u8", 1},     {"s8", 1},    {"b16", 2},   {"u16", 2}, {"s16", 2},
+      {"f16", 2},   {"bf16", 2},   {"b32", 4},   {"u32", 4},   {"s32", 4}, {"f32", 4},
+      {"f16x2", 4}, {"bf16x2", 4}, {"b64", 8},   {"u64", 8},   {"s64", 8}, {"f64", 8},
+      {"tf32", 4},  {"s16x2", 4},  {"u16x2", 4}, {"f32x2", 8},
   };
   const auto found = widths.find(type);
   return found == widths.end() ? 0 : found->second;
