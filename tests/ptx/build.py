@@ -1,10 +1,10 @@
 """Compiles the machine that runs PTX (tests/ptx/machine); ninja compiles again only what changed."""
 
 import os
-import subprocess
-import sys
 import zlib
 from pathlib import Path
+
+from tests import ninja
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((Path(__file__).resolve().parent / "machine").glob("*.cpp"))
@@ -31,8 +31,4 @@ def build():
     graph = RULES.format(cxx=cxx)
     graph += "".join(f"build {name}: compile {source}\n" for name, source in zip(objects, SOURCES, strict=True))
     graph += f"build ptx.so: link {' '.join(objects)}\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(graph)
-    done = subprocess.run([sys.executable, "-m", "ninja", "-C", str(folder)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "ptx.so"
+    return ninja.build(folder, graph, "ptx.so")

@@ -15,8 +15,8 @@ AMPERE = [case for ops in (("attention",), ("ffn",), NORMS) for case in marked_c
 
 def held(case, machine):
     report_case(case, "triton").raise_broken()
-    if not {0, (0,), "none", "all"} & set(case.levels.values()):
-        assert machine.launches
+    empty = any(isinstance(level, tuple) and 0 in level for level in case.levels.values())
+    assert machine.launches or empty or case.levels.get("segments") in ("no_keys", "none")
 
 
 @pytest.mark.parametrize("case", HOPPER)

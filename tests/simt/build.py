@@ -6,13 +6,13 @@ Ninja compiles again only what changed. A build may be of patched sources (tests
 import os
 import re
 import shutil
-import subprocess
-import sys
 import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+from tests import ninja
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -104,8 +104,4 @@ def _engine(cuda):
 def _ninja(folder, graph, objects, kept=()):
     graph += "".join(f"build {name}: {how}\n" for name, how in objects)
     graph += f"build simt.so: link {' '.join([name for name, _ in objects] + list(map(str, kept)))}\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(graph)
-    done = subprocess.run([sys.executable, "-m", "ninja", "-C", str(folder)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "simt.so"
+    return ninja.build(folder, graph, "simt.so")
