@@ -208,8 +208,7 @@ struct Pair {
 float to_odd(double x) {
   const auto near = static_cast<float>(x);
   if (!std::isfinite(near) || near == x) return near;
-  const float cut = std::fabs(near) > std::fabs(x) ? std::nextafter(near, 0.0f) : near;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(cut) | 1);
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(toward_zero(x)) | 1);
 }
 
 template <float (*kWiden)(uint16_t), uint16_t (*kNarrow)(float)>

@@ -28,11 +28,6 @@ float element(const char* bytes, unsigned index, Type type) {
                           : static_cast<float>(value);
 }
 
-float toward_zero(double x) {
-  const auto near = static_cast<float>(x);
-  return std::fabs(near) > std::fabs(x) ? std::nextafter(near, 0.0f) : near;
-}
-
 float truncated_sum(const double* terms, unsigned count, float start, int bits) {
   double largest = std::fabs(start);
   for (unsigned n = 0; n < count; ++n) largest = std::max(largest, std::fabs(terms[n]));

@@ -19,6 +19,12 @@ inline uint16_t float_to_bfloat(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// float32, cut off.
+inline float toward_zero(double x) {
+  const auto near = static_cast<float>(x);
+  return std::fabs(near) > std::fabs(x) ? std::nextafter(near, 0.0f) : near;
+}
+
 // Subnormals become 0.
 inline float flushed(float x) {
   return std::fabs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
