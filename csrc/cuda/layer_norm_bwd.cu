@@ -22,7 +22,7 @@ struct LayerNormBwd {
   void *dx, *dresidual;      // (M, N) contiguous of `type`; dresidual null where dx serves for both
   void *dweight, *dbias;     // (N,), either may be null
   DType weight_type, bias_type;
-  float* partial;     // (blocks, sums, N), sums = how many of dweight and dbias there are
+  float* partial;     // (blocks, sums, partial_floats), sums = how many of dweight and dbias
   unsigned* arrived;  // (1 + blocks,) counters
   int64_t rows;
   int n, blocks;
@@ -45,6 +45,12 @@ constexpr Config pick(int n) {
   if (n > 8192) return {Shape::walk, 512, 1};
   const int threads = (n + 16 * 32 - 1) / (16 * 32) * 32;
   return {Shape::block, threads, 512 / threads};
+}
+
+// Of a row's sums, as they lie in memory: whole packs of 16 bytes of `type`.
+constexpr int partial_floats(int n, DType type) {
+  const int lanes = 16 / kItemSize[static_cast<int>(type)];
+  return (n + lanes - 1) / lanes * lanes;
 }
 
 }  // namespace layer_norm_bwd
@@ -104,8 +110,9 @@ __global__ void __launch_bounds__(max_threads, 1) layer_norm_bwd_kernel(const La
   };
   const float divisor = static_cast<float>(args.unbiased ? args.n - 1 : args.n);
   const int sums = (args.dweight != nullptr) + (args.dbias != nullptr);
-  float* dweights = args.partial + static_cast<int64_t>(blockIdx.x) * sums * args.n;
-  float* dbiases = args.dweight ? dweights + args.n : dweights;
+  const Laid<kEach> laid(args.n);
+  float* dweights = args.partial + static_cast<int64_t>(blockIdx.x) * sums * laid.floats();
+  float* dbiases = args.dweight ? dweights + laid.floats() : dweights;
 
   Sums<T, packs> dweight, dbias, g, xhat;
   fill(dweight, [](int, int) { return 0.0f; });
@@ -147,12 +154,15 @@ __global__ void __launch_bounds__(max_threads, 1) layer_norm_bwd_kernel(const La
     if (args.dweight) leave_partial(group, place(0), dweight, dweights);
     if (args.dbias) leave_partial(group, place(0), dbias, dbiases);
   }
-  const int first_bias = args.dweight ? args.n : 0;
-  add_blocks(args.partial, args.arrived, sums * args.n, [&](int column, float sum) {
-    if (column < first_bias)
-      store_gradient<T>(args.dweight, args.weight_type, column, sum);
+  const int first_bias = args.dweight ? laid.floats() : 0;
+  add_blocks(args.partial, args.arrived, sums * laid.floats(), [&](int at, float sum) {
+    const bool of_bias = at >= first_bias;
+    const int column = laid.column(of_bias ? at - first_bias : at);
+    if (column >= args.n) return;
+    if (of_bias)
+      store_gradient<T>(args.dbias, args.bias_type, column, sum);
     else
-      store_gradient<T>(args.dbias, args.bias_type, column - first_bias, sum);
+      store_gradient<T>(args.dweight, args.weight_type, column, sum);
   });
 }
 
@@ -171,7 +181,7 @@ const char* launch(const LayerNormBwd& args, Stream stream) {
     using T = decltype(zero);
     constexpr int kPacks = 16 / kLanes<T>;  // of 16 elements
     auto kernel = layer_norm_bwd_kernel<T, WarpGroup, kPacks, pick(512).threads, false>;
-    int shared = config.threads / kWarp * args.n;
+    int shared = config.threads / kWarp * partial_floats(args.n, args.type);
     if (config.shape == Shape::warp_1024)
       kernel = layer_norm_bwd_kernel<T, WarpGroup, 2 * kPacks, pick(1024).threads, false>;
     if (config.shape == Shape::block || config.shape == Shape::walk) {
@@ -237,7 +247,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
 
   LayerNormBwd args{};
   args.blocks = layer_norm_bwd_blocks(rows, n);
-  const int64_t sums = static_cast<int64_t>(args.blocks) * n * (need_weight + need_bias);
+  const int64_t sums = static_cast<int64_t>(args.blocks) * layer_norm_bwd::partial_floats(n, type) *
+                       (need_weight + need_bias);
   Tensor work = empty(z, {sums + 1 + args.blocks}, ScalarType::Float);
   args.partial = static_cast<float*>(work.mutable_data_ptr());
   args.arrived = reinterpret_cast<unsigned*>(args.partial + sums);

@@ -57,14 +57,17 @@ class BlockGroup {
 // Whether this block is the last of `blocks` that come here; all that the others wrote before they
 // came can then be read (past L1, by __ldcg). `counter` starts at 0. All threads must call it.
 __device__ inline bool last_to_arrive(unsigned* counter, unsigned blocks) {
-  __threadfence();
   __syncthreads();
   float* ticket = shared_floats();
-  if (threadIdx.x == 0) ticket[0] = atomicAdd(counter, 1u) == blocks - 1 ? 1.0f : 0.0f;
+  if (threadIdx.x == 0) {
+    __threadfence();  // a fence holds for what came before it, which by the barrier is the block's
+    const bool last = atomicAdd(counter, 1u) == blocks - 1;
+    ticket[0] = last ? 1.0f : 0.0f;
+    if (last) __threadfence();
+  }
   __syncthreads();
   const bool last = ticket[0] != 0.0f;
   __syncthreads();  // the memory is free again
-  if (last) __threadfence();
   return last;
 }
 

@@ -54,9 +54,9 @@ DEFECTS = {
     "lost_warp_of_a_block": defect("reduce.cuh", "lane < warps ?", "lane < warps - 1 ?"),
     "rows_of_one_block": defect("reduce.cuh", "* gridDim.x + blockIdx.x;", "* gridDim.x;"),
     "arrives_before_it_has_written": defect(
-        "reduce.cuh", "__threadfence();\n  __syncthreads();", "__threadfence();"
+        "reduce.cuh", "__syncthreads();\n  float* ticket", "float* ticket"
     ),
-    "last_but_one_adds_up": defect("reduce.cuh", "== blocks - 1 ?", "== (blocks > 1 ? blocks - 2 : 0) ?"),
+    "last_but_one_adds_up": defect("reduce.cuh", "== blocks - 1;", "== (blocks > 1 ? blocks - 2 : 0);"),
     "reads_one_column_too_many": defect(
         "pack.cuh", "if (column + i < place.n) op(", "if (column + i <= place.n) op(", quick=True
     ),
@@ -104,7 +104,7 @@ DEFECTS = {
     "weight_in_dbias": defect(BWD_FILE, "dbias[k][i] + g[k][i]", "dbias[k][i] + g[k][i] * rstd"),
     "lost_warp_of_the_partial_sums": defect("partial.cuh", "other < warps;", "other < warps - 1;"),
     "partial_sums_read_too_early": defect(
-        "partial.cuh", "  __syncthreads();\n  for (int column", "  for (int column"
+        "partial.cuh", "  __syncthreads();\n  for (int at", "  for (int at"
     ),
     "partial_sums_written_over": defect("partial.cuh", "  __syncthreads();  // the memory is free again\n", ""),
     "sums_of_the_wrong_type": defect(BWD_FILE, "if (type == kDType<T>)", "if (true)"),
