@@ -20,8 +20,8 @@
 
 #include "launch.h"
 
-#ifdef TFM_SIMT  // tests/simt: kernels that run on the CPU, and results between protected pages
-#include "simt_binding.h"
+#ifdef TFM_CPU_TENSORS  // tests: kernels that stand-ins for a GPU run
+#include "cpu_tensors.h"
 #else
 #define TFM_REGISTER(name) \
   STABLE_TORCH_LIBRARY_IMPL(tfm_kernels, CUDA, m) { m.impl(#name, TORCH_BOX(&name)); }
@@ -97,7 +97,7 @@ inline void check_beside(const OptionalTensor& t, DType type, const char* op, co
 // Makes the tensors' device the current one; the stream is torch's current one there.
 struct Device {
   Stream stream = nullptr;
-#ifdef TFM_SIMT
+#ifdef TFM_CPU_TENSORS
   explicit Device(const Tensor&) {}
 #else
   torch::stable::accelerator::DeviceGuard guard;
@@ -115,7 +115,7 @@ inline void check_launch(const char* error, const char* op) {
   STD_TORCH_CHECK(error == nullptr, op, ": ", error);
 }
 
-#ifndef TFM_SIMT
+#ifndef TFM_OWN_EMPTY
 // An uninitialised contiguous tensor on the device of `like`. torch::stable::new_empty does the
 // same through the dispatcher, half a microsecond slower.
 inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType type) {

@@ -5,6 +5,8 @@ import zlib
 import pytest
 
 from tests.compiled import pytest_pycollect_makemodule  # noqa: F401
+from tests.simt.library import answer_for_cpu_tensors
+from tfm_kernels._backend import Choices
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +15,15 @@ def machine_of_session():
     from .driver import Machine
 
     return Machine(build())
+
+
+@pytest.fixture(scope="session")
+def cuda_of_session(machine_of_session):
+    from .build import build_cuda
+    from .cuda import Cuda
+
+    path = build_cuda()
+    return path and Cuda(path, machine_of_session)
 
 
 @pytest.fixture
@@ -35,3 +46,22 @@ def gpu(machine, arch):
 
     with gpu_of(machine, arch):
         yield machine
+
+
+@pytest.fixture
+def cuda(request, machine, cuda_of_session, monkeypatch):
+    """csrc/cuda; backend="cuda" runs on it."""
+    if cuda_of_session is None:
+        pytest.skip("nvcc is not here")
+    answer_for_cpu_tensors(monkeypatch.setitem)
+    cuda_of_session.begin(multiprocessors=1 + machine.seed % 4)
+    yield cuda_of_session
+    monkeypatch.undo()
+    Choices.forget()
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def backend(request):
+    """Each backend whose kernels the machine runs."""
+    request.getfixturevalue("gpu" if request.param == "triton" else "cuda")
+    return request.param

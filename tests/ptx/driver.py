@@ -39,8 +39,9 @@ class Launch:
         grid: blocks along three axes.
         threads: of a block.
         shared: bytes of shared memory of a block.
-        parameters: 8 bytes each, in order.
-        tensors: those among them, whose memory the kernel may touch.
+        parameters: bytes of each, a multiple of 8, in order.
+        memory: (first, last) of each piece of global memory that the kernel may touch.
+        tensors: what is to live as long as the launch.
     """
 
     name: str
@@ -49,7 +50,14 @@ class Launch:
     threads: int
     shared: int
     parameters: list
-    tensors: list
+    memory: list
+    tensors: list = ()
+
+
+def storages(tensors):
+    """(first, last) of each tensor's memory."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return [(first, first + size) for first, size in found.items() if size]
 
 
 class Traffic(ctypes.Structure):
@@ -72,6 +80,7 @@ class Machine:
         launches: every Launch that ran, where ``keep`` is set; else their names.
         keep: whether launches are kept, and with them their tensors.
         seed: of the order of blocks and warps.
+        traffic: kernel -> the Traffic of its launches; None where it is not counted, which takes time.
     """
 
     def __init__(self, path):
@@ -86,9 +95,9 @@ class Machine:
         ]  # fmt: skip
         self.begin()
 
-    def begin(self, seed=1, keep=False):
+    def begin(self, seed=1, keep=False, count=False):
         """Forgets the launches until now."""
-        self.launches, self.keep, self.seed = [], keep, seed
+        self.launches, self.keep, self.seed, self.traffic = [], keep, seed, {} if count else None
 
     def read(self, text):
         """The Program of a PTX module with one kernel; a Fault where it has what the machine does not know."""
@@ -97,25 +106,28 @@ class Machine:
             raise Fault(self._library.ptx_error().decode())
         return Program(text, handle)
 
-    def launch(self, launch, traffic=None):
+    def parameter_bytes(self, program):
+        """How many bytes of parameters a Program has."""
+        return self._library.ptx_parameters(program.handle)
+
+    def launch(self, launch):
         """Runs a kernel.
 
         Args:
             launch: the Launch.
-            traffic: a Traffic that is added to, or None; counting takes time.
 
         Raises:
             Fault: an access out of bounds, a race, a barrier that not all reach ...
         """
         self.launches.append(launch if self.keep else launch.name)
-        expected = self._library.ptx_parameters(launch.program.handle)
-        if len(launch.parameters) != expected:
-            raise Fault(f"{launch.name} has {expected} parameters, and {len(launch.parameters)} were given")
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in launch.tensors}
-        ranges = [place for first, size in storages.items() if size for place in (first, first + size)]
+        parameters, expected = b"".join(launch.parameters), self.parameter_bytes(launch.program)
+        if len(parameters) != expected:
+            raise Fault(f"{launch.name} has {expected} bytes of parameters, and {len(parameters)} were given")
+        ranges = [place for piece in launch.memory for place in piece]
+        traffic = None if self.traffic is None else self.traffic.setdefault(launch.name, Traffic())
         failed = self._library.ptx_launch(
             launch.program.handle, (ctypes.c_uint32 * 3)(*launch.grid), launch.threads, launch.shared,
-            b"".join(launch.parameters), (ctypes.c_uint64 * len(ranges))(*ranges), len(ranges) // 2, self.seed,
+            parameters, (ctypes.c_uint64 * len(ranges))(*ranges), len(ranges) // 2, self.seed,
             None if traffic is None else ctypes.byref(traffic),
         )  # fmt: skip
         if failed:
@@ -150,7 +162,10 @@ def machine_driver(machine, arch):
             parameters = [packed(kind, value) for kind, value in given] + scratch
             tensors = [value for _, value in given if isinstance(value, torch.Tensor)]
             threads = 32 * metadata.num_warps
-            machine.launch(Launch(metadata.name, program, (x, y, z), threads, metadata.shared, parameters, tensors))
+            memory = storages(tensors)
+            machine.launch(
+                Launch(metadata.name, program, (x, y, z), threads, metadata.shared, parameters, memory, tensors)
+            )
 
         return launch
 

@@ -1,8 +1,9 @@
-"""Attention's compiled kernels: masks, padding, NaN, dropout; wide heads and many tiles."""
+"""Attention's compiled kernels, Triton's and csrc/cuda's: masks, padding, NaN, dropout; wide heads and many tiles."""
 
 import pytest
 import torch
 
+from tests import attention_semantics
 from tests.attention_semantics import (  # noqa: F401  (some of the tests that every backend has)
     WIDTHS,
     assert_many_tiles,
@@ -20,18 +21,10 @@ from tests.attention_semantics import (  # noqa: F401  (some of the tests that e
     test_what_lies_beyond_the_last_querys_reach_changes_no_bit,
     test_what_lies_in_padding_changes_no_bit,
     test_who_sees_whom,
-    test_wrong_lengths_read_nothing_outside,
 )
 from tfm_kernels import Mask
 from tfm_kernels.testing import assert_contract, run
 from tfm_kernels.triton import _launch
-
-pytestmark = pytest.mark.usefixtures("gpu")
-
-
-@pytest.fixture
-def backend():
-    return "triton"
 
 
 def kept_and_dropped(dtype, width, queries=97):
@@ -43,27 +36,32 @@ def kept_and_dropped(dtype, width, queries=97):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_wide_heads(widths, dtype):
-    assert_wide_heads(widths, dtype, "triton")
+def test_wide_heads(widths, dtype, backend):
+    assert_wide_heads(widths, dtype, backend)
+
+
+def test_wrong_lengths_read_nothing_outside(backend, monkeypatch):
+    monkeypatch.setattr(attention_semantics, "fenced", torch.clone)  # the machine sees what lies outside
+    attention_semantics.test_wrong_lengths_read_nothing_outside(backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_many_tiles(dtype):
-    assert_many_tiles(dtype, "triton")
+def test_many_tiles(dtype, backend):
+    assert_many_tiles(dtype, backend)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
     "dtype, width", [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float16, 100), (torch.float32, 64)], ids=str
 )
-def test_keep_with_dropout(dtype, width, arch):
+def test_keep_with_dropout(dtype, width, arch, gpu):
     """Two causes for Triton to plan the second product's factors by fewer bits than they have."""
     assert_contract("attention", kept_and_dropped(dtype, width), "triton")
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("queries", [97, 5])
-def test_keep_with_dropout_under_tf32(queries, arch, monkeypatch):
+def test_keep_with_dropout_under_tf32(queries, arch, monkeypatch, gpu):
     """Norms of errors far below 1; TF32, whose factors have 11 bits, is nothing that the contract judges."""
     monkeypatch.setattr(_launch, "float32_products", lambda: "tf32")
     given = kept_and_dropped(torch.float32, 64, queries)

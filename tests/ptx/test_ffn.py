@@ -1,4 +1,4 @@
-"""ffn's compiled kernels: every tile, cut sums, exact sums, dropout masks."""
+"""ffn's compiled kernels, Triton's and csrc/cuda's: every tile, cut sums, exact sums, dropout masks."""
 
 import pytest
 import torch
@@ -13,31 +13,24 @@ from tests.ffn_semantics import (  # noqa: F401  (some of the tests that every b
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.triton import _gemm, _launch
 
-pytestmark = pytest.mark.usefixtures("gpu")
-
-
-@pytest.fixture
-def backend():
-    return "triton"
-
 
 @pytest.mark.parametrize(
     "dtype, gated", [(torch.bfloat16, True), (torch.float16, False), (torch.float32, False)], ids=str
 )
-def test_largest_tiles_and_few_programs(dtype, gated, monkeypatch):
+def test_largest_tiles_and_few_programs(dtype, gated, monkeypatch, gpu):
     """A GPU of one multiprocessor takes the largest tile, and several to a program."""
     monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: 1})
     assert_contract("ffn", block(200, 40, 320, 72, dtype, gated), "triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cut_sums(dtype, monkeypatch):
+def test_cut_sums(dtype, monkeypatch, gpu):
     monkeypatch.setattr(_gemm, "LEAST_K", 64)
     assert_contract("ffn", block(300, 16, 24, 8, dtype, gated=True), "triton")
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
-def test_slopes_far_out(activation):
+def test_slopes_far_out(activation, backend):
     """Where 1 - sigmoid is nothing, and a division may be off."""
     given = block(20, 8, 24, 8, torch.float32)
-    assert_contract("ffn", given | {"x": 200 * given["x"], "activation": activation}, "triton")
+    assert_contract("ffn", given | {"x": 200 * given["x"], "activation": activation}, backend)

@@ -1,4 +1,4 @@
-"""The norms' compiled kernels: long rows, constant rows, rows far from 0, dropout masks."""
+"""The norms' compiled kernels, Triton's and csrc/cuda's: long rows, constant rows, rows far from 0, dropout masks."""
 
 import pytest
 import torch
@@ -15,17 +15,10 @@ from tests.layer_norm_semantics import (  # noqa: F401  (some of the tests that 
 )
 from tfm_kernels.testing import assert_contract
 
-pytestmark = pytest.mark.usefixtures("gpu")
-
-
-@pytest.fixture
-def backend():
-    return "triton"
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [2049, 4096, pytest.param(16385, marks=pytest.mark.slow)])
-def test_long_rows(width, dtype):
+def test_long_rows(width, dtype, backend):
     for op, inputs in calls(width, dtype, rows=3):
-        assert_contract(op, inputs, "triton")
-    assert_sum_need_not_be_kept("triton", width, dtype)
+        assert_contract(op, inputs, backend)
+    assert_sum_need_not_be_kept(backend, width, dtype)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 import tfm_kernels as tfk
-from tests.ptx.driver import Fault, Launch
+from tests.ptx.driver import Fault, Launch, storages
 
 MODULE = """
 .version 8.7
@@ -44,7 +44,7 @@ def run(machine, body, x, y, threads=64, shared=1024, grid=(1, 1, 1)):
     %r1 is and 4 times it %r2; %r3 is x there."""
     program = machine.read(MODULE.format(threads=threads, body=body))
     parameters = [struct.pack("<Q", t.data_ptr()) for t in (x, y)]
-    machine.launch(Launch("kernel", program, grid, threads, shared, parameters, [x, y]))
+    machine.launch(Launch("kernel", program, grid, threads, shared, parameters, storages([x, y])))
     return y
 
 
@@ -73,6 +73,14 @@ INTEGERS = {
     "shl.b32 %r4, %r3, 40": lambda x: x * 0,
     "bfe.s32 %r4, %r3, 4, 6": lambda x: ((x >> 4 & 63) ^ 32) - 32,
     "bfe.u32 %r4, %r3, 28, 9": lambda x: unsigned(x) >> 28,
+    "bfi.b32 %r4, %r3, 0x407, 4, 6": lambda x: (x & 63) << 4 | 0x407,
+    "{.reg .b16 low, high;\n mov.b32 {low, high}, %r3;\n mov.b32 %r4, {high, low}; }\n mov.b32 %r4, %r4": lambda x: (
+        (x & 0xFFFF) << 16 | (x >> 16 & 0xFFFF)
+    ),
+    "setp.lt.s32 %p1, %r3, 0;\n{ \n.reg .pred %p1; \n setp.ge.s32 %p1, %r3, 0; \n}\n selp.b32 %r4, 1, 2, %p1": (
+        lambda x: torch.where(x < 0, 1, 2)
+    ),
+    "setp.eq.s32 %p1, %r1, 40;\n bar.red.or.pred %p2, 0, %p1;\n selp.b32 %r4, 1, 2, %p2": lambda x: 0 * x + 1,
     "prmt.b32 %r4, %r3, 0, 0x3214U": lambda x: x & -256,
     "lop3.b32 %r4, %r3, 0xff, 0xf, 0x96": lambda x: x ^ 0xFF ^ 0xF,
     "mov.b32 %r5, 0x00017fff;\n add.s16x2 %r4, %r3, %r5": lambda x: (x >> 16) + 1 << 16 | (x + 0x7FFF & 0xFFFF),
@@ -104,10 +112,17 @@ def test_integers(code, machine):
     assert torch.equal(y, INTEGERS[code](x.to(torch.int64)).to(torch.int32))
 
 
+def rounded_down(x):
+    near = x.float()
+    return torch.where(near > x, torch.nextafter(near, torch.tensor(-math.inf)), near)
+
+
 FLOATS = {  # -> function, the largest error, of itself
     "add.rn.f32 %r4, %r3, 0f3FC00000": (lambda x: x + 1.5, 0),
     "fma.rn.f32 %r4, %r3, %r3, %r3": (lambda x: (x.double() * x.double() + x.double()).float(), 0),
     "fma.rn.ftz.f32 %r4, %r3, 0f3F800000, 0f00000000": (lambda x: torch.where(x.abs() < 1e-38, 0 * x, x), 0),
+    "fma.rm.f32 %r4, %r3, 0f3F800000, 0fAB800000": (lambda x: rounded_down(x.double() - 2.0**-40), 0),
+    "cvt.sat.f32.f32 %r4, %r3": (lambda x: x.nan_to_num(0).clamp(0, 1), 0),
     "div.rn.f32 %r4, %r3, 0f40400000": (lambda x: x / 3, 0),
     "div.full.f32 %r4, %r3, 0f40400000": (lambda x: x / 3, 2**-22),
     "max.f32 %r4, %r3, 0f3F800000": (lambda x: torch.fmax(x, torch.ones(()))  , 0),
@@ -189,6 +204,11 @@ FAULTS = {
         " xor.b32 %r5, %r2, 128;\n ld.shared.b32 %r4, [%r5];", f"{RACE}|a copy under way",
     ),
     "a barrier for some": ("setp.lt.s32 %p1, %r1, 5;\n @%p1 bra $A;\n bar.sync 0;\n$A:", "a part of a warp's lanes"),
+    "a barrier where some vote": (
+        "setp.lt.s32 %p1, %r1, 32;\n @%p1 bra $A;\n bar.sync 0;\n bra.uni $B;\n$A:\n bar.red.or.pred %p2, 0, %p1;\n$B:",
+        "some warps vote",
+    ),
+    "a parameter that is not there": ("ld.param.b64 %rd9, [kernel_param_1 + 8];", "reads past the parameters"),
     "a barrier for one warp": ("setp.lt.s32 %p1, %r1, 32;\n @%p1 bra $A;\n bar.sync 0;\n$A:", "the others ended"),
     "a lane that is elsewhere": (
         "setp.lt.s32 %p1, %r1, 5;\n @%p1 bra $A;\n shfl.sync.bfly.b32 %r4, %r3, 1, 31, -1;\n$A:", "are elsewhere",
@@ -207,6 +227,30 @@ def test_faults(name, machine):
 def test_two_blocks_that_write_one_place(machine):
     with pytest.raises(Fault, match="races with a write"):
         run(machine, "st.global.b32 [%rd5], %r1;", integers(), torch.zeros(64, dtype=torch.int32), grid=(2, 1, 1))
+
+
+@pytest.mark.parametrize("missing", ["nothing", "RELEASE", "ACQUIRE"])
+def test_blocks_that_come_after_one_another(missing, machine):
+    """The block that takes a ticket second reads what the first wrote before it came by: with a fence each."""
+    body = """mov.b32 %r6, 0;
+	setp.eq.s32 %p1, %r1, 0;
+	@%p1 atom.global.add.u32 %r6, [%rd2 + 256], 1;
+	shfl.sync.idx.b32 %r6, %r6, 0, 31, -1;
+	setp.eq.s32 %p2, %r6, 0;
+	@%p2 st.global.b32 [%rd5], %r3;
+	membar.gl; // RELEASE
+	@%p1 atom.global.add.u32 %r7, [%rd2 + 260], 1;
+	membar.gl; // ACQUIRE
+	@!%p2 ld.global.b32 %r4, [%rd5];
+	@!%p2 st.global.b32 [%rd5 + 128], %r4;"""
+    body = "\n".join(line for line in body.splitlines() if missing not in line)
+    x, y = integers(32), torch.zeros(66, dtype=torch.int32)
+    if missing != "nothing":
+        with pytest.raises(Fault, match="races with a write"):
+            run(machine, body, x, y, threads=32, grid=(2, 1, 1))
+        return
+    run(machine, body, x, y, threads=32, grid=(2, 1, 1))
+    assert torch.equal(y[:32], x) and torch.equal(y[32:64], x) and y[64:].tolist() == [2, 2]
 
 
 def test_right_programs_pass(machine):

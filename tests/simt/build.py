@@ -30,7 +30,7 @@ rule kernel
   deps = gcc
   description = simt kernels $in
 rule bind
-  command = $cxx -MMD -MF $out.d $common -O0 -isystem {torch}/include -x c++ -c $in -o $out
+  command = $cxx -MMD -MF $out.d $common -DTFM_CPU_TENSORS -O0 -isystem {torch}/include -x c++ -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = simt binding $in

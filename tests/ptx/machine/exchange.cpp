@@ -71,6 +71,10 @@ void convert(Warp& w, const Instruction& i) {
   }
 }
 
+struct Saturated {  // to [0, 1]; NaN is 0
+  static float of(float a) { return a > 0 ? std::min(a, 1.0f) : 0.0f; }
+};
+
 template <uint16_t (*kNarrow)(float)>
 void convert_pair(Warp& w, const Instruction& i) {  // the first operand is the upper half
   uint32_t* d = w.lane_values<uint32_t>(i.o[0]);
@@ -180,6 +184,11 @@ Run reduction(const std::string& how) {
 bool decode_conversion(const Statement& from, Names& names, Instruction& made) {
   if (from.parts[0] != "cvt") return false;
   const std::string &source = from.parts.back(), &target = from.parts.at(from.parts.size() - 2);
+  if (from.opcode == "cvt.sat.f32.f32") {
+    take(from, names, made, 4);
+    made.run = unary<float, float, Saturated>;
+    return true;
+  }
   if (from.has("sat") || from.has("relu") || target == "tf32") return false;
   if (target == "bf16x2" || target == "f16x2") {
     if (!from.has("rn")) return false;
@@ -215,6 +224,8 @@ bool decode_exchange(const Statement& from, Names& names, Instruction& made) {
         ++w.memory->fences[w.index];
         w.memory->fenced[w.index] = w.memory->phase;
       };
+    else if (from.opcode == "membar.gl" || from.opcode == "fence.acq_rel.gpu")
+      made.run = [](Warp& w, const Instruction&) { w.fence(); };
     else
       made.run = nothing;
     return true;

@@ -43,6 +43,15 @@ struct FFma {
     return in<kFlush>(std::fma(in<kFlush>(a), in<kFlush>(b), in<kFlush>(c)));
   }
 };
+struct FFmaDown {  // toward minus infinity; __float128 has room for all that a range of exp needs
+  static float of(float a, float b, float c) {
+    const float near = std::fma(a, b, c);
+    const __float128 exact = static_cast<__float128>(a) * b + c;
+    return std::isfinite(near) && near > exact
+               ? std::nextafter(near, -std::numeric_limits<float>::infinity())
+               : near;
+  }
+};
 template <bool kFlush>
 struct FDiv {
   static float of(float a, float b) { return in<kFlush>(in<kFlush>(a) / in<kFlush>(b)); }
@@ -151,6 +160,7 @@ Run float_function(const Statement& from) {
   if (name == "add") return binary<float, float, FAdd<kFlush>>;
   if (name == "sub") return binary<float, float, FSub<kFlush>>;
   if (name == "mul") return binary<float, float, FMul<kFlush>>;
+  if (from.has("rm")) return name == "fma" && !kFlush ? ternary<float, float, FFmaDown> : nullptr;
   if (name == "fma" || name == "mad") return ternary<float, float, FFma<kFlush>>;
   if (name == "div" && from.has("rn")) return binary<float, float, FDiv<kFlush>>;
   if (name == "div") return binary<float, float, FDivFull<kFlush>>;

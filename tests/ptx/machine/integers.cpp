@@ -174,6 +174,21 @@ void extract_bits(Warp& w, const Instruction& i) {
 }
 
 template <class T>
+void insert_bits(Warp& w,
+                 const Instruction& i) {  // bfi: the first operand's lowest into the second
+  T* d = w.lane_values<T>(i.o[0]);
+  const T *a = w.lane_values<T>(i.o[1]), *b = w.lane_values<T>(i.o[2]);
+  const uint32_t *from = w.lane_values<uint32_t>(i.o[3]), *count = w.lane_values<uint32_t>(i.o[4]);
+  constexpr uint32_t kBits = 8 * sizeof(T);
+  w.each([=](unsigned l) {
+    const uint32_t first = from[l] & 0xff, n = count[l] & 0xff;
+    const T ones = n < kBits ? (T{1} << n) - 1 : ~T{0};
+    const T mask = first < kBits ? ones << first : 0;
+    d[l] = first < kBits ? (b[l] & ~mask) | (a[l] << first & mask) : b[l];
+  });
+}
+
+template <class T>
 void select(Warp& w, const Instruction& i) {
   T* d = w.lane_values<T>(i.o[0]);
   const T *a = w.lane_values<T>(i.o[1]), *b = w.lane_values<T>(i.o[2]);
@@ -305,6 +320,17 @@ bool decode_integers(const Statement& from, Names& names, Instruction& made) {
     for (size_t n = 0; n < 3; ++n) made.o[n] = names.place(from.operands.at(n), width);
     made.o[3] = names.predicate(from.operands.at(3));
     made.run = of_width(width, []<class T>() -> Run { return select<T>; });
+    return true;
+  }
+  if (from.parts.size() == 4 && from.parts[1] == "to" &&
+      name == "cvta") {  // addresses are the same
+    take(from, names, made, 8);
+    made.run = move<uint64_t>;
+    return true;
+  }
+  if (name == "bfi") {
+    for (size_t n = 0; n < 5; ++n) made.o[n] = names.place(from.operands.at(n), n < 3 ? width : 4);
+    made.run = type == "b32" ? insert_bits<uint32_t> : insert_bits<uint64_t>;
     return true;
   }
   if (name == "prmt" && type == "b32") made.run = permute_bytes;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <random>
+#include <tuple>
 
 namespace ptx {
 namespace {
@@ -45,6 +46,33 @@ std::string standstill(const std::vector<Warp>& warps) {
          " warps wait at a barrier, the others ended";
 }
 
+// All warps of a block are at a barrier: what they vote, and what they know of other blocks.
+void meet(std::vector<Warp>& warps) {
+  uint32_t votes = 0;
+  std::vector<Past> known;
+  for (Warp& w : warps) {
+    if ((w.vote_to == kNowhere) != (warps[0].vote_to == kNowhere))
+      throw Fault("some warps vote at a barrier, and others do not");
+    votes |= w.votes;
+    known.insert(known.end(), w.knows.begin(), w.knows.end());
+  }
+  std::sort(known.begin(), known.end(), [](const Past& a, const Past& b) {
+    return std::tie(a.first, a.last, a.warp) < std::tie(b.first, b.last, b.warp);
+  });
+  known.erase(std::unique(known.begin(), known.end(),
+                          [](const Past& a, const Past& b) {
+                            return a.first == b.first && a.last == b.last && a.warp == b.warp;
+                          }),
+              known.end());
+  for (Warp& w : warps) {
+    if (w.vote_to != kNowhere) w.predicate(w.vote_to) = votes ? kAll : 0;
+    w.vote_to = kNowhere;
+    w.votes = 0;
+    w.knows = known;
+    w.waits = false;
+  }
+}
+
 void run_block(std::vector<Warp>& warps, Memory& memory, const Launch& launch,
                const uint32_t* block, std::mt19937_64& die) {
   memory.block_first = memory.phase = ++phases;
@@ -63,7 +91,7 @@ void run_block(std::vector<Warp>& warps, Memory& memory, const Launch& launch,
     alive = done == 0;
     if (alive == false && done != static_cast<std::ptrdiff_t>(warps.size()))
       throw Fault(standstill(warps));
-    for (Warp& w : warps) w.waits = false;
+    meet(warps);
     memory.phase = ++phases;
     memory.settled = memory.fences;
   }
@@ -76,6 +104,25 @@ void Warp::begin() {
   waits = done = false;
   copies.clear();
   readings.clear();
+  knows.clear();
+  heard.clear();
+  tells.clear();
+}
+
+bool Warp::comes_after(uint32_t phase, uint32_t warps) const {
+  uint32_t left = warps;
+  for (const Past& past : knows)
+    if (past.first <= phase && phase < past.last)
+      left &= past.warp == kNowhere ? 0 : ~(1u << past.warp);
+  return left == 0;
+}
+
+void Warp::fence() {
+  knows.insert(knows.end(), heard.begin(), heard.end());
+  heard.clear();
+  tells = knows;
+  tells.push_back({memory->block_first, memory->phase, kNowhere});
+  tells.push_back({memory->phase, memory->phase + 1, index});
 }
 
 void Warp::end() {
@@ -129,14 +176,17 @@ void Warp::go() {
           throw Fault(program->where(i.line) + ": a barrier that a part of a warp's lanes reach");
         ++at.pc;
         waits = true;
+        vote_to = i.o[0];
+        votes = vote_to == kNowhere ? 0 : predicate(i.o[1]);
         return;
     }
   }
 }
 
-void launch(const Program& program, const Launch& how, const uint64_t* parameters,
+void launch(const Program& program, const Launch& how, const char* parameters,
             std::vector<Range> ranges, Traffic* traffic) {
-  if (program.threads != how.threads)
+  if ((program.threads && program.threads != how.threads) || program.most_threads < how.threads ||
+      how.threads % kLanes)
     throw Fault("a launch of another number of threads than was compiled for");
   const size_t granules = how.shared_bytes / program.granule[0] + 1;
   Memory memory{&program, std::vector<char>(how.shared_bytes), Touches(granules),
@@ -191,6 +241,7 @@ EXPORT void* ptx_read(const char* text) {
   }
 }
 
+// Bytes of them.
 EXPORT unsigned ptx_parameters(const void* program) {
   return static_cast<const ptx::Program*>(program)->parameters;
 }
@@ -198,7 +249,7 @@ EXPORT unsigned ptx_parameters(const void* program) {
 // ranges: first and last of each piece of global memory that the kernel may touch; traffic: null,
 // or what is to be counted. 0, or ptx_error says what.
 EXPORT int ptx_launch(const void* program, const uint32_t* grid, uint32_t threads,
-                      uint64_t shared_bytes, const uint64_t* parameters, const uint64_t* ranges,
+                      uint64_t shared_bytes, const char* parameters, const uint64_t* ranges,
                       unsigned count, uint64_t seed, ptx::Traffic* traffic) {
   try {
     const auto& kernel = *static_cast<const ptx::Program*>(program);

@@ -1,4 +1,4 @@
-// A machine that runs PTX, the code that Triton hands to NVIDIA's assembler, on a CPU.
+// A machine that runs PTX, the code that Triton and nvcc hand to NVIDIA's assembler, on a CPU.
 //
 // A warp runs an instruction for its 32 lanes at once. Lanes that branch apart go one way after the
 // other, and together again from where all ways lead (flow.cpp). The warps of a block run one after
@@ -62,10 +62,11 @@ struct Program {
   std::vector<Instruction> code;
   std::vector<Constant> constants;
   std::vector<Special> specials;
-  uint32_t bytes = 0;  // of a warp's registers
-  unsigned parameters = 0, threads = 0;
-  unsigned granule[2] = {16, 16};  // fewest bytes of an access to shared, global memory
-  bool hopper = false;             // sums of matrix units as on sm_90
+  uint32_t bytes = 0;                         // of a warp's registers
+  uint32_t parameters = 0;                    // bytes of them: each begins at a multiple of 8
+  unsigned threads = 0, most_threads = 1024;  // of a block; 0: not said
+  unsigned granule[2] = {16, 16};             // fewest bytes of an access to shared, global memory
+  bool hopper = false;                        // sums of matrix units as on sm_90
   std::map<int, std::string> files;
 
   std::string where(uint32_t line) const;
@@ -81,6 +82,7 @@ struct Touch {
   uint16_t writer = 0;
   uint16_t flight = 0;  // 1 + the warp whose copy is under way
   uint32_t fence = 0;   // 1 + fences of the warp that stored it then; 0: no fence needed
+  bool atomic = false;  // what wrote
 };
 
 struct Touches {  // zeros, of which the system brings those that are used
@@ -89,6 +91,12 @@ struct Touches {  // zeros, of which the system brings those that are used
   explicit Touches(size_t count)
       : held(static_cast<Touch*>(std::calloc(count, sizeof(Touch))), std::free) {}
   Touch& operator[](size_t index) { return held[index]; }
+};
+
+// Accesses of a launch that a warp comes after: those of the phases first to last - 1, of one warp
+// or (kNowhere) of all of a block.
+struct Past {
+  uint32_t first, last, warp;
 };
 
 struct Range {           // of global memory
@@ -130,8 +138,9 @@ struct Memory {
   // the last one
   std::vector<uint32_t> fences{}, settled{}, fenced{};
   uint32_t phase = 0, block_first = 0, launch_first = 0;
-  size_t found = 0;            // the range of the last access
-  Traffic* traffic = nullptr;  // null: not counted
+  std::map<uint64_t, std::vector<Past>> told{};  // by atomics, at each address
+  size_t found = 0;                              // the range of the last access
+  Traffic* traffic = nullptr;                    // null: not counted
 };
 
 // Lanes that go on together, until they come to where they meet those that they were parted from.
@@ -142,16 +151,20 @@ struct Fragment {
 struct Warp {
   const Program* program = nullptr;
   Memory* memory = nullptr;
-  const uint64_t* parameters = nullptr;
+  const char* parameters = nullptr;
   std::vector<char> registers;
   unsigned index = 0;
   uint32_t on = 0;              // lanes that run the instruction at hand
   std::vector<Fragment> apart;  // the last one runs
   bool waits = false, done = false;
+  uint32_t vote_to = kNowhere, votes = 0;  // of the barrier that it waits at
   std::vector<Copy> copies;
   int copy_group = 0;
   std::vector<Reading> readings;
   int product_group = 0;
+  // Of other blocks: what it comes after, what atomics told it (of which it can be sure after the
+  // next fence), what its own atomics tell (that was before its last fence).
+  std::vector<Past> knows, heard, tells;
 
   template <class T>
   T* lane_values(uint32_t place) {
@@ -181,6 +194,8 @@ struct Warp {
     uint32_t& old = predicate(place);
     old = (old & ~on) | (bits & on);
   }
+  bool comes_after(uint32_t phase, uint32_t warps) const;  // what these did then, in another block
+  void fence();                                            // membar.gl
   void together(const char* what) const {
     if (on != kAll) throw Fault(std::string(what) + " by a part of the warp's lanes");
   }
@@ -208,13 +223,17 @@ struct Names {
   std::map<std::string, Register> banks;  // "%r" -> where %r0 lies
   std::map<std::pair<uint64_t, unsigned>, uint32_t> constants;
   std::map<std::string, Register> specials;
-  std::map<std::string, int> labels, parameters;
+  std::map<std::string, int> labels;
+  std::map<std::string, uint32_t> symbols;  // parameters and shared memory -> where they begin
+  std::vector<std::map<std::string, Register>> scopes{};  // single registers, of each brace
 
-  Register reg(const std::string& name);  // throws where there is none
+  Register reg(const std::string& name);                  // throws where there is none
+  const Register* single(const std::string& name) const;  // of the nearest brace; null: none
   bool is_register(const std::string& operand) const;
   uint32_t place(const std::string& operand, unsigned width);  // a register's or a constant's
   uint32_t predicate(const std::string& operand);
-  void address(const std::string& operand, Instruction& made);        // [ %r1 + 4 ]
+  // [ %r1 + 4 ]: the place of an address of `width` bytes, and an offset
+  void address(const std::string& operand, unsigned width, Instruction& made);
   std::vector<std::string> vector(const std::string& operand) const;  // { %r1, %r2 }
 };
 
@@ -232,7 +251,7 @@ bool decode_matrix(const Statement& from, Names& names, Instruction& made);
 
 // Memory, watched: a pointer to where the bytes lie, or a Fault. value: what an ordinary store will
 // write.
-enum class Access { read, write, settle };  // settle: a copy arrives where it was begun
+enum class Access { read, write, settle, atomic };  // settle: a copy arrives where it was begun
 char* shared_at(Warp& warp, uint32_t address, unsigned bytes, Access access, uint32_t line,
                 bool asynchronous = false, const char* value = nullptr);
 char* global_at(Warp& warp, uint64_t address, unsigned bytes, Access access, uint32_t line,

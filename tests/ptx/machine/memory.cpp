@@ -1,6 +1,10 @@
 // Memory, and who touches it. An access outside of what the launch was given, or not aligned, is a
 // Fault; so is a pair of accesses, one of them a write, by two warps between the same barriers or
 // by two blocks of a launch, and any access to what a copy under way will write.
+//
+// Blocks come after one another by atomics and fences, as PTX's memory model has it: what was
+// before a warp's fence is told by its atomics that follow, and a warp whose atomic meets it comes
+// after it from its next fence on; barriers pass it on to the block.
 #include <algorithm>
 
 #include "types.h"
@@ -30,8 +34,9 @@ void touch(Warp& w, Touch& t, Access access, uint32_t line, uint32_t first, bool
     fault("touches what a copy under way will write");
   }
   if (t.wrote >= first) {
-    if (t.wrote == now ? t.writer != w.index && !same : t.wrote < m.block_first)
-      fault("races with a write");
+    if (t.wrote == now ? t.writer != w.index && !same
+                       : t.wrote < m.block_first && !w.comes_after(t.wrote, 1u << t.writer))
+      if (access != Access::atomic || !t.atomic) fault("races with a write");
     // a fence has to stand between: of the one that wrote, before the barrier, or of this one after
     // it
     const bool same_warp = t.writer == w.index && t.fence <= m.fences[w.index];
@@ -40,7 +45,8 @@ void touch(Warp& w, Touch& t, Access access, uint32_t line, uint32_t first, bool
   }
   if (access == Access::read) {
     if (t.read != now) {
-      if (t.read >= first && t.read < m.block_first) t.before = t.read;
+      if (t.read >= first && t.read < m.block_first && !w.comes_after(t.read, t.readers))
+        t.before = t.read;
       t.read = now;
       t.readers = 0;
     }
@@ -48,20 +54,28 @@ void touch(Warp& w, Touch& t, Access access, uint32_t line, uint32_t first, bool
     return;
   }
   if (t.read >= first &&
-      (t.read == now ? (t.readers & ~(1u << w.index)) != 0 : t.read < m.block_first))
+      (t.read == now ? (t.readers & ~(1u << w.index)) != 0
+                     : t.read < m.block_first && !w.comes_after(t.read, t.readers)))
     throw Fault("writes what another warp or block may still read");
-  if (t.before >= first && t.before < m.block_first)
+  if (t.before >= first && t.before < m.block_first && !w.comes_after(t.before, kAll))
     throw Fault("writes what another block may still read");
   t.wrote = now;
+  t.atomic = access == Access::atomic;
   t.writer = static_cast<uint16_t>(w.index);
   t.line = line;
 }
 
-// Loads and stores of each lane: `list` are the registers of its elements.
+// Loads and stores of each lane: `list` are the registers of its elements. Spaces are shared and
+// global memory and parameters.
 template <char kSpace>
 char* at(Warp& w, const Instruction& i, unsigned lane, unsigned bytes, Access access,
          const char* value = nullptr) {
   const auto offset = static_cast<uint64_t>(i.number);
+  if constexpr (kSpace == 'p') {
+    const uint64_t first = w.lane_values<uint64_t>(i.o[0])[lane] + offset;
+    if (first + bytes > w.program->parameters) throw Fault("reads past the parameters");
+    return const_cast<char*>(w.parameters) + first;
+  }
   if constexpr (kSpace == 's') {
     const auto address = static_cast<uint32_t>(w.lane_values<uint32_t>(i.o[0])[lane] + offset);
     return shared_at(w, address, bytes, access, i.line, false, value);
@@ -86,7 +100,7 @@ void count(Warp& w, const Instruction& i, unsigned bytes) {
 template <char kSpace>
 void load(Warp& w, const Instruction& i) {
   const unsigned bytes = i.width * static_cast<unsigned>(i.list.size());
-  count<kSpace>(w, i, bytes);
+  if constexpr (kSpace != 'p') count<kSpace>(w, i, bytes);
   for (unsigned l = 0; l < kLanes; ++l) {
     if (!(w.on >> l & 1)) continue;
     const char* source = at<kSpace>(w, i, l, bytes, Access::read);
@@ -116,10 +130,23 @@ void store(Warp& w, const Instruction& i) {
   }
 }
 
-void load_parameter(Warp& w, const Instruction& i) {
-  const uint64_t value = w.parameters[i.number];
-  for (unsigned l = 0; l < kLanes; ++l)
-    if (w.on >> l & 1) w.put(i.list[0], i.to, l, value);
+// atom.global.add.u32: the value before; lanes take turns
+void add_at(Warp& w, const Instruction& i) {
+  uint32_t* before = w.lane_values<uint32_t>(i.o[1]);
+  const uint32_t* term = w.lane_values<uint32_t>(i.o[2]);
+  for (unsigned l = 0; l < kLanes; ++l) {
+    if (!(w.on >> l & 1)) continue;
+    const uint64_t address = w.lane_values<uint64_t>(i.o[0])[l] + static_cast<uint64_t>(i.number);
+    char* place = global_at(w, address, 4, Access::atomic, i.line);
+    uint32_t value;
+    std::memcpy(&value, place, 4);
+    before[l] = value;
+    value += term[l];
+    std::memcpy(place, &value, 4);
+    std::vector<Past>& told = w.memory->told[address];
+    w.heard.insert(w.heard.end(), told.begin(), told.end());
+    told.insert(told.end(), w.tells.begin(), w.tells.end());
+  }
 }
 
 // cp.async: begun here, and done when its thread waits for it. Until then its target is poisoned.
@@ -210,19 +237,20 @@ bool decode_access(const Statement& from, Names& names, Instruction& made) {
                     &address = from.operands.at(loads ? 1 : 0);
   made.width = static_cast<uint8_t>(width_of(type));
   made.sign = type[0] == 's';
-  names.address(address, made);
+  const bool parameter = from.has("param"), global = from.has("global"),
+             shared = from.has("shared") || from.has("shared::cta");
+  if (!(parameter && loads) && !global && !shared) return false;
+  names.address(address, shared ? 4 : 8, made);
   unsigned to = made.width;
   for (const std::string& one : names.vector(values)) {
     if (names.is_register(one)) to = names.reg(one).width;
     made.list.push_back(names.place(one, to));
   }
   made.to = static_cast<uint8_t>(to);
-  if (from.has("param")) {
-    made.run = loads ? load_parameter : nullptr;
-    return loads && made.o[0] == kNowhere;
+  if (parameter) {
+    made.run = load<'p'>;
+    return true;
   }
-  const bool shared = from.has("shared") || from.has("shared::cta");
-  if (!shared && !from.has("global")) return false;
   unsigned& granule = names.program.granule[shared ? 0 : 1];
   granule = std::min(granule, static_cast<unsigned>(made.width));
   if (loads) made.run = shared ? load<'s'> : load<'g'>;
@@ -238,8 +266,8 @@ bool decode_copy(const Statement& from, Names& names, Instruction& made) {  // o
     made.number = std::stoi(from.operands.at(0));
   } else if (from.has("shared") && from.has("global")) {
     Instruction source;
-    names.address(from.operands.at(1), source);
-    names.address(from.operands.at(0), made);
+    names.address(from.operands.at(1), 8, source);
+    names.address(from.operands.at(0), 4, made);
     made.o[1] = source.o[0];
     made.list.push_back(static_cast<uint32_t>(source.number));
     made.width = static_cast<uint8_t>(std::stoi(from.operands.at(2), nullptr, 0));
@@ -305,10 +333,18 @@ bool decode_memory(const Statement& from, Names& names, Instruction& made) {
   const std::string& name = from.parts[0];
   if (name == "ld" || name == "st") return decode_access(from, names, made);
   if (name == "cp" && from.has("async")) return decode_copy(from, names, made);
+  if (from.opcode == "atom.global.add.u32") {
+    names.address(from.operands.at(1), 8, made);
+    made.o[1] = names.place(from.operands.at(0), 4);
+    made.o[2] = names.place(from.operands.at(2), 4);
+    names.program.granule[1] = std::min(names.program.granule[1], 4u);
+    made.run = add_at;
+    return true;
+  }
   if (name != "ldmatrix" && name != "stmatrix") return false;
   const bool stores = name == "stmatrix", transposed = from.has("trans");
   if (!from.has("m8n8") || !from.has("b16")) return false;
-  names.address(from.operands.at(stores ? 0 : 1), made);
+  names.address(from.operands.at(stores ? 0 : 1), 4, made);
   for (const std::string& one : names.vector(from.operands.at(stores ? 1 : 0)))
     made.list.push_back(names.place(one, 4));
   made.width = static_cast<uint8_t>(made.list.size());

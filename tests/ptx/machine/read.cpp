@@ -60,26 +60,41 @@ struct Reader {
 
   explicit Reader(Program& into) : program(into), names{into, {}, {}, {}, {}, {}} {}
 
+  // .param .u64 ... name, or .param .align 8 .b8 name[168]
   void parameter(const std::string& text) {
     std::istringstream words(text);
     std::string word;
     while (words >> word) {
     }
-    names.parameters[word] = static_cast<int>(program.parameters++);
+    const size_t open = word.find('[');
+    names.symbols[word.substr(0, open)] = program.parameters;
+    const size_t bytes = open == std::string::npos ? 8 : std::stoul(word.substr(open + 1));
+    program.parameters += static_cast<uint32_t>((bytes + 7) / 8 * 8);
   }
 
-  // .reg .b32 %r<7>; in braces within the code such a name may come again
-  void bank(const std::string& text) {
-    std::istringstream words(text);
-    std::string kind, type, name;
-    words >> kind >> type >> name;
-    const size_t open = name.find('<');
-    if (open == std::string::npos) throw Fault("a register outside of a bank: " + text);
-    const unsigned width = type == ".pred" ? 0 : width_of(type.substr(1));
-    const unsigned count = static_cast<unsigned>(std::stoul(name.substr(open + 1)));
-    names.banks[name.substr(0, open)] = {program.bytes, width, count};
+  uint32_t registers(unsigned width, unsigned count) {  // width 0: predicates
+    const uint32_t place = program.bytes;
     program.bytes += (width ? width * kLanes : 4u) * count;
     program.bytes = (program.bytes + 63) / 64 * 64;
+    return place;
+  }
+
+  // .reg .b32 %r<7>, or .reg .f16 low, high; in braces within the code a name may come again
+  void declaration(const std::string& text) {
+    std::istringstream words(text);
+    std::string kind, type, rest;
+    words >> kind >> type;
+    std::getline(words, rest, ';');
+    const unsigned width = type == ".pred" ? 0 : width_of(type.substr(1));
+    for (const std::string& name : split(rest, ',')) {
+      const size_t open = name.find('<');
+      if (open == std::string::npos) {
+        names.scopes.back()[name] = {registers(width, 1), width, 1};
+      } else {
+        const unsigned count = static_cast<unsigned>(std::stoul(name.substr(open + 1)));
+        names.banks[name.substr(0, open)] = {registers(width, count), width, count};
+      }
+    }
   }
 
   void statement(std::string text) {
@@ -111,6 +126,12 @@ struct Reader {
       if (from.operands != std::vector<std::string>{"0"})
         throw Fault("only a barrier of the whole block: " + text);
       made.kind = Kind::barrier;
+    } else if (from.opcode == "bar.red.or.pred") {
+      if (from.operands.size() != 3 || from.operands[1] != "0")
+        throw Fault("only a barrier of the whole block: " + text);
+      made.kind = Kind::barrier;
+      made.o[0] = names.predicate(from.operands[0]);
+      made.o[1] = names.predicate(from.operands[2]);
     } else if (!decode_integers(from, names, made) && !decode_comparison(from, names, made) &&
                !decode_floats(from, names, made) && !decode_conversion(from, names, made) &&
                !decode_exchange(from, names, made) && !decode_memory(from, names, made) &&
@@ -137,14 +158,34 @@ struct Reader {
     program.files[number] = name.substr(name.rfind('/') + 1);
   }
 
+  // .extern .shared .align 16 .b8 name[]: what a launch asks for; it begins at 0
+  void shared_memory(const std::string& text) {
+    const size_t last = text.find('['), first = text.find_last_of(" \t", last) + 1;
+    names.symbols[text.substr(first, last - first)] = 0;
+  }
+
   void directive(const std::string& text) {
     if (text.rfind(".loc", 0) == 0) return location(text);
     if (text.rfind(".file", 0) == 0) return file(text);
-    if (text.rfind(".reg ", 0) == 0) return bank(text);
+    if (text.rfind(".reg ", 0) == 0) return declaration(text);
+    if (text.rfind(".extern .shared", 0) == 0) return shared_memory(text);
     if (text.rfind(".reqntid", 0) == 0)
       program.threads = static_cast<unsigned>(std::stoul(text.substr(8)));
+    if (text.rfind(".maxntid", 0) == 0)
+      program.most_threads = static_cast<unsigned>(std::stoul(text.substr(8)));
     if (text.rfind(".target", 0) == 0) program.hopper = text.find("sm_80") == std::string::npos;
     if (text.rfind(".local", 0) == 0) throw Fault("local memory: " + text);
+  }
+
+  void line_of_code(const std::string& text) {
+    if (text[0] == '.') return directive(text);
+    if (names.scopes.empty()) return;
+    if (text.back() == ':') {
+      names.labels[text.substr(0, text.size() - 1)] = static_cast<int>(program.code.size());
+      return;
+    }
+    for (const std::string& one : split(text, ';'))
+      if (!one.empty()) statement(one);
   }
 };
 
@@ -170,12 +211,20 @@ std::string Program::where(uint32_t line) const {
   return (file == files.end() ? "?" : file->second) + ":" + std::to_string(line & 0xfffff);
 }
 
+const Register* Names::single(const std::string& name) const {
+  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope)
+    if (const auto found = scope->find(name); found != scope->end()) return &found->second;
+  return nullptr;
+}
+
 bool Names::is_register(const std::string& operand) const {
+  if (single(operand) != nullptr) return true;
   const size_t digit = operand.find_first_of("0123456789");
   return digit != std::string::npos && banks.count(operand.substr(0, digit)) != 0;
 }
 
 Register Names::reg(const std::string& name) {
+  if (const Register* found = single(name)) return *found;
   if (is_register(name)) {
     const size_t digit = name.find_first_of("0123456789");
     const Register& bank = banks.at(name.substr(0, digit));
@@ -201,7 +250,8 @@ uint32_t Names::place(const std::string& operand, unsigned width) {
     if (found.width != width) throw Fault("a register of another width: " + operand);
     return found.place;
   }
-  const uint64_t value = operand == "global_smem" ? 0 : immediate(operand, width);
+  const auto symbol = symbols.find(operand);
+  const uint64_t value = symbol == symbols.end() ? immediate(operand, width) : symbol->second;
   const uint64_t kept = width == 8 ? value : value & ((uint64_t{1} << 8 * width) - 1);
   auto [found, fresh] = constants.try_emplace({kept, width}, program.bytes);
   if (fresh) {
@@ -221,7 +271,7 @@ uint32_t Names::predicate(const std::string& operand) {
   return place(immediate(operand, 4) ? "-1" : "0", 4);  // its first four bytes: all lanes' bits
 }
 
-void Names::address(const std::string& operand, Instruction& made) {
+void Names::address(const std::string& operand, unsigned width, Instruction& made) {
   std::string inner = operand.substr(1, operand.size() - 2);
   inner.erase(
       std::remove_if(inner.begin(), inner.end(), [](unsigned char c) { return std::isspace(c); }),
@@ -230,12 +280,7 @@ void Names::address(const std::string& operand, Instruction& made) {
   const std::string base = inner.substr(0, plus);
   made.number =
       plus == std::string::npos ? 0 : static_cast<int64_t>(immediate(inner.substr(plus + 1), 8));
-  if (parameters.count(base)) {
-    if (made.number) throw Fault("a part of a parameter: " + operand);
-    made.number = parameters.at(base);
-  } else {
-    made.o[0] = place(base, is_register(base) ? reg(base).width : 4);
-  }
+  made.o[0] = place(base, width);
 }
 
 std::vector<std::string> Names::vector(const std::string& operand) const {
@@ -248,10 +293,8 @@ std::unique_ptr<Program> read(const std::string& text) {
   Reader reader(*program);
   std::istringstream lines(text);
   bool in_parameters = false;
-  int depth = 0;  // of braces
   for (std::string each; std::getline(lines, each);) {
     std::string code = trimmed(each.substr(0, each.find("//")));
-    if (code.empty()) continue;
     const size_t entry = code.find(".entry");
     if (entry != std::string::npos) {
       if (!program->name.empty()) throw Fault("a second kernel");
@@ -265,21 +308,18 @@ std::unique_ptr<Program> read(const std::string& text) {
         reader.parameter(trimmed(code.substr(0, code.find_last_not_of(",)") + 1)));
       continue;
     }
-    if (code == "{" || code == "}") {
-      depth += code == "{" ? 1 : -1;
-      if (depth == 0) break;  // debugging sections follow
-      continue;
+    for (; !code.empty() && code[0] == '{'; code = trimmed(code.substr(1)))
+      reader.names.scopes.emplace_back();
+    // what closes a scope stands alone or after a statement's end
+    size_t scopes = 0;
+    for (size_t last; !code.empty() && code.back() == '}'; ++scopes) {
+      last = code.find_last_not_of("} \t");
+      if (last != std::string::npos && code[last] != ';') break;
+      code = trimmed(code.substr(0, code.size() - 1));
     }
-    if (depth == 0 || code[0] == '.') {
-      if (code[0] == '.') reader.directive(code);
-      continue;
-    }
-    if (code.back() == ':') {
-      reader.names.labels[code.substr(0, code.size() - 1)] = static_cast<int>(program->code.size());
-      continue;
-    }
-    for (const std::string& one : split(code, ';'))
-      if (!one.empty()) reader.statement(one);
+    if (!code.empty()) reader.line_of_code(code);
+    for (size_t n = 0; n < scopes; ++n) reader.names.scopes.pop_back();
+    if (scopes && reader.names.scopes.empty()) break;  // debugging sections follow
   }
   std::istringstream again(text);  // files are named at the end
   for (std::string each; std::getline(again, each);)

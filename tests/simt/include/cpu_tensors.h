@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#define TFM_OWN_EMPTY
 #define TFM_REGISTER(name) \
   STABLE_TORCH_LIBRARY_IMPL(tfm_kernels, CPU, m) { m.impl(#name, TORCH_BOX(&name)); }
 

@@ -1,0 +1,75 @@
+"""csrc/cuda as nvcc compiles it, launchers and all, for CPU tensors: what it launches, the machine runs."""
+
+import ctypes
+import gc
+import re
+
+import torch
+
+from tests.ptx.driver import Fault, Launch, storages
+
+LAUNCHED = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.c_uint, ctypes.c_size_t,
+    ctypes.POINTER(ctypes.c_void_p),
+)  # fmt: skip
+
+
+def kernel_alone(module, name):
+    """The text of a PTX module of several kernels with the others left out."""
+    first = r"^(?:\.visible |\.weak )*\.entry "
+    parts = re.split(f"(?m)(?={first})", module)
+    (kernel,) = (part for part in parts if re.match(f"(?m){first}{re.escape(name)}\\(", part))
+    files = "".join(re.findall(r"(?m)^\s*\.file.*\n", module))
+    return parts[0] + kernel + files
+
+
+class Cuda:
+    """Loading it registers the "cuda" operators for CPU tensors, in this process for good.
+
+    Attributes:
+        machine: the Machine that runs what they launch.
+        text: what a kernel's PTX is replaced by: a function of its name and text.
+    """
+
+    def __init__(self, path, machine):
+        torch.ops.load_library(str(path))
+        self._library = ctypes.CDLL(str(path))
+        self._library.cuda_memory.argtypes = [ctypes.c_uint64, ctypes.c_void_p]
+        self._library.cuda_begin.argtypes = [LAUNCHED, ctypes.c_int]
+        self._launched = LAUNCHED(self._launch)
+        self._programs = {}
+        self._older = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]  # the library knows newer
+        self.machine = machine
+        self.begin()
+
+    def begin(self, multiprocessors=2):
+        """Sets how many multiprocessors launchers find."""
+        self._library.cuda_begin(self._launched, multiprocessors)
+        self.text = lambda name, text: text
+
+    def program(self, module, name):
+        """The Program of a kernel, of a module's text at an address."""
+        text = self.text(name, kernel_alone(ctypes.string_at(module).decode(), name))
+        if text not in self._programs:
+            self._programs[text] = self.machine.read(text)
+        return self._programs[text]
+
+    def memory(self, parameters):
+        """(first, last) of each tensor that one of the words points into."""
+        words, newer = memoryview(parameters).cast("Q"), (ctypes.c_uint64 * 2)()
+        found = {tuple(newer) for word in words if self._library.cuda_memory(word, newer)}
+        found |= {(first, last) for first, last in storages(self._older) if any(first <= word < last for word in words)}
+        return sorted(found)
+
+    def _launch(self, module, name, grid, threads, shared, arguments):
+        try:
+            program = self.program(module, name.decode())
+            parameters = ctypes.string_at(arguments[0], self.machine.parameter_bytes(program))
+            shown = re.findall(r"[a-z_]+_kernel", name.decode())[-1]
+            memory = self.memory(parameters)
+            self.machine.launch(Launch(shown, program, tuple(grid[:3]), threads, shared, [parameters], memory))
+            return 0
+        except Exception as error:  # no exception crosses C++; the operator raises its words
+            words = str(error) if isinstance(error, Fault) else repr(error)
+            self._library.cuda_says(words.encode())
+            return 1

@@ -1,0 +1,96 @@
+"""csrc/cuda as nvcc compiles it, held to the numeric contract."""
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tests.cases import report_case
+from tests.ffn_semantics import block
+from tests.layer_norm_semantics import calls, randn
+from tests.ptx.chosen import assert_every_level, marked_cases
+from tests.ptx.test_machine import removed
+from tfm_kernels.testing import assert_contract
+
+NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
+FAMILIES = (NORMS, ("attention",), ("attention_varlen",), ("ffn",))
+CASES = [case for ops in FAMILIES for case in marked_cases(ops)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_contract(case, cuda):
+    report_case(case, "cuda").raise_broken()
+    empty = any(isinstance(level, tuple) and 0 in level for level in case.levels.values())
+    assert cuda.machine.launches or empty or case.levels.get("segments") in ("no_keys", "none")
+
+
+def test_cases_have_every_level():
+    for ops in FAMILIES:
+        assert_every_level(marked_cases(ops), at_most=30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows, width", [(37, 40), (5, 509), (5, 513), (7, 1024), (3, 1025), (3, 8192), (3, 8193)])
+def test_every_launch_of_the_norms(rows, width, dtype, cuda):
+    """Either side of where pick() changes, rows that start at whole packs and rows that do not, more than blocks."""
+    for op, inputs in calls(width, dtype, rows):
+        assert_contract(op, inputs, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cut_sums(dtype, cuda):
+    """Weights' gradients in parts of k, and sums over rows in runs."""
+    cuda.begin(multiprocessors=3)
+    assert_contract("ffn", block(1300, 8, 24, 10, dtype, gated=True), "cuda")
+    launches = cuda.machine.launches
+    assert launches.count("sum_rows_kernel") == launches.count("ffn_fwd_kernel") * (3 + 1 + 2)
+
+
+def norm_step():
+    x, weight, bias = (randn(*size, seed=len(size)).requires_grad_() for size in ((40, 72), (72,), (72,)))
+    y = tfk.ops.layer_norm(x, weight, bias, backend="cuda")
+    return [y, *torch.autograd.grad(y.square().sum(), [x, weight, bias])]
+
+
+def ffn_step():
+    x, w1, w2 = (randn(*size, seed=size[0]).bfloat16().requires_grad_() for size in ((150, 72), (136, 72), (72, 136)))
+    y = tfk.ops.ffn(x, w1, None, w2, None, backend="cuda")
+    return [y, *torch.autograd.grad(y.float().square().sum(), [x, w1, w2])]
+
+
+def attention_step():
+    q, k, v = (randn(1, 1, 200, 64, seed=seed).bfloat16().requires_grad_() for seed in range(3))
+    options = {"dropout_p": 0.1, "seed": torch.tensor(3), "backend": "cuda"}
+    out = tfk.ops.attention(q, k, v, tfk.Mask.causal(), **options)
+    return [out, *torch.autograd.grad(out.float().square().sum(), [q, k, v])]
+
+
+def seen_without(cuda, step, word):
+    """Kernel -> of each line that begins with ``word``, whether the step shows that it is left out."""
+    cuda.begin(multiprocessors=5)
+    texts, found = {}, {}
+    cuda.text = lambda name, text: texts.setdefault(name, text)
+    expected = step()
+    for name, text in texts.items():
+        for changed in removed(text, word):
+            cuda.text = lambda other, text, name=name, changed=changed: changed if other == name else text
+            try:
+                shows = not all(map(torch.equal, step(), expected))
+            except RuntimeError:
+                shows = True
+            found.setdefault(name, []).append(shows)
+    return found
+
+
+def test_what_is_left_out_of_the_norms_shows(cuda):
+    """A fence, or a barrier (some stand twice) among the blocks that add up dweight and dbias."""
+    (fences,), (barriers,) = (seen_without(cuda, norm_step, word).values() for word in ("membar", "bar.sync"))
+    assert len(fences) == 4 and all(fences)
+    assert len(barriers) >= 8 and sum(barriers) >= len(barriers) / 2
+
+
+@pytest.mark.parametrize("step, kernels", [(ffn_step, 5), (attention_step, 3)])
+@pytest.mark.parametrize("word", ["cp.async.wait_group", "bar.sync"])
+def test_what_is_left_out_of_products_shows(word, step, kernels, cuda):
+    """A wait for copies, a barrier: in each kernel some stand on ways that this call does not take."""
+    found = {name: lines for name, lines in seen_without(cuda, step, word).items() if "_rows_" not in name}
+    assert len(found) == kernels and all(any(lines) for lines in found.values()), found
