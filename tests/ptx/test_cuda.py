@@ -89,8 +89,8 @@ def test_what_is_left_out_of_the_norms_shows(cuda):
 
 
 @pytest.mark.parametrize("step, kernels", [(ffn_step, 5), (attention_step, 3)])
-@pytest.mark.parametrize("word", ["cp.async.wait_group", "bar.sync"])
-def test_what_is_left_out_of_products_shows(word, step, kernels, cuda):
-    """A wait for copies, a barrier: in each kernel some stand on ways that this call does not take."""
+@pytest.mark.parametrize("word, seen", [("cp.async.wait_group", any), ("bar.sync", any), ("bar.warp.sync", all)])
+def test_what_is_left_out_of_products_shows(word, seen, step, kernels, cuda):
+    """A wait for copies, barriers of a block (of each kernel some stand on ways not taken here), lanes that wait."""
     found = {name: lines for name, lines in seen_without(cuda, step, word).items() if "_rows_" not in name}
-    assert len(found) == kernels and all(any(lines) for lines in found.values()), found
+    assert len(found) == kernels and all(seen(lines) for lines in found.values()), found

@@ -192,6 +192,17 @@ FAULTS = {
         "xor.b32 %r5, %r2, 128;\n st.shared.b32 [%r2], %r3;\n bar.sync 0;\n ld.shared.b32 %r4, [%r5];\n"
         " add.s32 %r3, %r3, 1;\n st.shared.b32 [%r2], %r3;", RACE,
     ),
+    "another lane's write, no wait": (
+        "xor.b32 %r5, %r2, 4;\n st.shared.b32 [%r2], %r3;\n ld.shared.b32 %r4, [%r5];", "a write of another lane",
+    ),
+    "another lane's copy, no wait": (
+        "cp.async.ca.shared.global [%r2], [%rd4], 4;\n cp.async.commit_group;\n cp.async.wait_group 0;\n"
+        " xor.b32 %r5, %r2, 4;\n ld.shared.b32 %r4, [%r5];", "a write of another lane",
+    ),
+    "a write over what another lane reads": (
+        "xor.b32 %r5, %r2, 4;\n st.shared.b32 [%r2], %r3;\n bar.warp.sync -1;\n ld.shared.b32 %r4, [%r5];\n"
+        " add.s32 %r4, %r4, 1;\n st.shared.b32 [%r2], %r4;", "another lane may still read",
+    ),
     "two warps, one place": ("and.b32 %r5, %r2, 127;\n st.shared.b32 [%r5], %r1;", "races with a write"),
     "two warps, one place of a tensor": ("st.global.b32 [%rd2], %r1;", "races with a write"),
     "a read while a copy is under way": (

@@ -158,6 +158,8 @@ void vote(Warp& w, const Instruction& i) {
   w.set(i.o[0], kEvery ? (votes == w.on ? kAll : 0) : (votes ? kAll : 0));
 }
 
+void meet_lanes(Warp& w, const Instruction&) { w.step += w.on == kAll; }
+
 // Any of these, of the lanes that its last operand names: all have to be there.
 template <Run kWork>
 void checked(Warp& w, const Instruction& i) {
@@ -218,7 +220,12 @@ bool decode_conversion(const Statement& from, Names& names, Instruction& made) {
 
 bool decode_exchange(const Statement& from, Names& names, Instruction& made) {
   const std::string &name = from.parts[0], &type = from.parts.back();
-  if (from.opcode == "bar.warp.sync" || name == "fence" || name == "membar") {
+  if (from.opcode == "bar.warp.sync") {
+    made.number = names.place(from.operands.at(0), 4);
+    made.run = checked<meet_lanes>;
+    return true;
+  }
+  if (name == "fence" || name == "membar") {
     if (from.opcode == "fence.proxy.async.shared::cta" || from.opcode == "fence.proxy.async")
       made.run = [](Warp& w, const Instruction&) {
         ++w.memory->fences[w.index];

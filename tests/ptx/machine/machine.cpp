@@ -70,6 +70,7 @@ void meet(std::vector<Warp>& warps) {
     w.votes = 0;
     w.knows = known;
     w.waits = false;
+    ++w.step;
   }
 }
 

@@ -20,6 +20,7 @@
 namespace ptx {
 
 constexpr unsigned kLanes = 32;
+constexpr unsigned kSeveral = kLanes;  // in the place of a lane's number
 constexpr uint32_t kAll = ~0u, kNowhere = ~0u;
 
 struct Fault : std::runtime_error {
@@ -83,6 +84,9 @@ struct Touch {
   uint16_t flight = 0;  // 1 + the warp whose copy is under way
   uint32_t fence = 0;   // 1 + fences of the warp that stored it then; 0: no fence needed
   bool atomic = false;  // what wrote
+  // lanes of the last write and read, or kSeveral, and the warp's steps then
+  uint8_t wrote_lane = 0, read_lane = 0;
+  uint32_t wrote_step = 0, read_step = 0;
 };
 
 struct Touches {  // zeros, of which the system brings those that are used
@@ -157,6 +161,7 @@ struct Warp {
   uint32_t on = 0;              // lanes that run the instruction at hand
   std::vector<Fragment> apart;  // the last one runs
   bool waits = false, done = false;
+  uint32_t step = 0;                       // times that its lanes have waited for one another
   uint32_t vote_to = kNowhere, votes = 0;  // of the barrier that it waits at
   std::vector<Copy> copies;
   int copy_group = 0;
@@ -252,10 +257,10 @@ bool decode_matrix(const Statement& from, Names& names, Instruction& made);
 // Memory, watched: a pointer to where the bytes lie, or a Fault. value: what an ordinary store will
 // write.
 enum class Access { read, write, settle, atomic };  // settle: a copy arrives where it was begun
-char* shared_at(Warp& warp, uint32_t address, unsigned bytes, Access access, uint32_t line,
-                bool asynchronous = false, const char* value = nullptr);
-char* global_at(Warp& warp, uint64_t address, unsigned bytes, Access access, uint32_t line,
-                const char* value = nullptr);
+char* shared_at(Warp& warp, unsigned lane, uint32_t address, unsigned bytes, Access access,
+                uint32_t line, bool asynchronous = false, const char* value = nullptr);
+char* global_at(Warp& warp, unsigned lane, uint64_t address, unsigned bytes, Access access,
+                uint32_t line, const char* value = nullptr);
 
 unsigned width_of(const std::string& type);  // of "b32", "f16x2" ..., 0 for another word
 

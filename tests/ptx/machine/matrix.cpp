@@ -178,7 +178,7 @@ void read_described(Warp& w, const Described& where, bool transposed, unsigned f
     for (unsigned piece = 0; piece < pieces; ++piece) {
       const uint32_t address =
           transposed ? where.along_rows(o, first / each + piece) : where.along_k(first + o, piece);
-      const char* bytes = shared_at(w, address, 16, Access::read, line, true);
+      const char* bytes = shared_at(w, kSeveral, address, 16, Access::read, line, true);
       reading.pieces.push_back(address);
       for (unsigned e = 0; e < each; ++e)
         (transposed ? to[piece * each + e][o] : to[o][piece * each + e]) = element(bytes, e, type);
@@ -215,7 +215,8 @@ void wait_for_products(Warp& w, const Instruction& i) {
     if (checksum(*w.memory, reading.pieces) != reading.sum)
       throw Fault("written while a product still read it, which was begun at " +
                   w.program->where(reading.line));
-    for (uint32_t piece : reading.pieces) shared_at(w, piece, 16, Access::read, reading.line);
+    for (uint32_t piece : reading.pieces)
+      shared_at(w, kSeveral, piece, 16, Access::read, reading.line);
     return true;
   });
 }

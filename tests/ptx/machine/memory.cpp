@@ -1,6 +1,7 @@
 // Memory, and who touches it. An access outside of what the launch was given, or not aligned, is a
-// Fault; so is a pair of accesses, one of them a write, by two warps between the same barriers or
-// by two blocks of a launch, and any access to what a copy under way will write.
+// Fault; so is a pair of accesses, one of them a write, by two warps between the same barriers, by
+// two lanes of a warp that have not waited for one another, or by two blocks of a launch, and any
+// access to what a copy under way will write.
 //
 // Blocks come after one another by atomics and fences, as PTX's memory model has it: what was
 // before a warp's fence is told by its atomics that follow, and a warp whose atomic meets it comes
@@ -22,14 +23,19 @@ std::string hexadecimal(uint64_t value) {
 // count. A second warp may write what is there already, as it does where a layout has an element
 // twice.
 void touch(Warp& w, Touch& t, Access access, uint32_t line, uint32_t first, bool asynchronous,
-           bool same) {
+           bool same, unsigned lane) {
   const Memory& m = *w.memory;
   const uint32_t now = m.phase;
   const auto fault = [&](const char* what) {
     throw Fault(what + (", written at " + w.program->where(t.line)));
   };
+  const auto other = [&](unsigned its, uint32_t step) {  // lane, that this one has not waited for
+    return step == w.step && (its != lane || lane == kSeveral);
+  };
   if (access == Access::settle) {
     t.flight = 0;
+    t.wrote_step = w.step;
+    return;
   } else if (t.flight != 0) {
     fault("touches what a copy under way will write");
   }
@@ -37,6 +43,9 @@ void touch(Warp& w, Touch& t, Access access, uint32_t line, uint32_t first, bool
     if (t.wrote == now ? t.writer != w.index && !same
                        : t.wrote < m.block_first && !w.comes_after(t.wrote, 1u << t.writer))
       if (access != Access::atomic || !t.atomic) fault("races with a write");
+    if (t.wrote == now && t.writer == w.index && !same && other(t.wrote_lane, t.wrote_step) &&
+        (access != Access::atomic || !t.atomic))
+      fault("races with a write of another lane");
     // a fence has to stand between: of the one that wrote, before the barrier, or of this one after
     // it
     const bool same_warp = t.writer == w.index && t.fence <= m.fences[w.index];
@@ -50,6 +59,9 @@ void touch(Warp& w, Touch& t, Access access, uint32_t line, uint32_t first, bool
       t.read = now;
       t.readers = 0;
     }
+    t.read_lane =
+        static_cast<uint8_t>(t.readers && other(t.read_lane, t.read_step) ? kSeveral : lane);
+    t.read_step = w.step;
     t.readers |= 1u << w.index;
     return;
   }
@@ -57,11 +69,15 @@ void touch(Warp& w, Touch& t, Access access, uint32_t line, uint32_t first, bool
       (t.read == now ? (t.readers & ~(1u << w.index)) != 0
                      : t.read < m.block_first && !w.comes_after(t.read, t.readers)))
     throw Fault("writes what another warp or block may still read");
+  if (t.read == now && other(t.read_lane, t.read_step))
+    throw Fault("writes what another lane may still read");
   if (t.before >= first && t.before < m.block_first && !w.comes_after(t.before, kAll))
     throw Fault("writes what another block may still read");
   t.wrote = now;
   t.atomic = access == Access::atomic;
   t.writer = static_cast<uint16_t>(w.index);
+  t.wrote_lane = static_cast<uint8_t>(lane);
+  t.wrote_step = w.step;
   t.line = line;
 }
 
@@ -78,9 +94,9 @@ char* at(Warp& w, const Instruction& i, unsigned lane, unsigned bytes, Access ac
   }
   if constexpr (kSpace == 's') {
     const auto address = static_cast<uint32_t>(w.lane_values<uint32_t>(i.o[0])[lane] + offset);
-    return shared_at(w, address, bytes, access, i.line, false, value);
+    return shared_at(w, lane, address, bytes, access, i.line, false, value);
   } else {
-    return global_at(w, w.lane_values<uint64_t>(i.o[0])[lane] + offset, bytes, access, i.line,
+    return global_at(w, lane, w.lane_values<uint64_t>(i.o[0])[lane] + offset, bytes, access, i.line,
                      value);
   }
 }
@@ -137,7 +153,7 @@ void add_at(Warp& w, const Instruction& i) {
   for (unsigned l = 0; l < kLanes; ++l) {
     if (!(w.on >> l & 1)) continue;
     const uint64_t address = w.lane_values<uint64_t>(i.o[0])[l] + static_cast<uint64_t>(i.number);
-    char* place = global_at(w, address, 4, Access::atomic, i.line);
+    char* place = global_at(w, l, address, 4, Access::atomic, i.line);
     uint32_t value;
     std::memcpy(&value, place, 4);
     before[l] = value;
@@ -162,9 +178,9 @@ void begin_copies(Warp& w, const Instruction& i) {
     if (read > bytes) throw Fault("a copy reads more than it writes");
     const char* source = nullptr;
     sources[l] = w.lane_values<uint64_t>(i.o[1])[l] + i.list[0];
-    if (read) source = global_at(w, sources[l], read, Access::read, i.line);
+    if (read) source = global_at(w, l, sources[l], read, Access::read, i.line);
     if (read) reads |= 1u << l;
-    std::memset(shared_at(w, target, bytes, Access::write, i.line), 0xff, bytes);
+    std::memset(shared_at(w, l, target, bytes, Access::write, i.line), 0xff, bytes);
     const unsigned granule = w.program->granule[0];
     for (uint32_t a = target / granule; a <= (target + bytes - 1) / granule; ++a) {
       w.memory->touches[a].flight = static_cast<uint16_t>(1 + w.index);
@@ -180,7 +196,7 @@ void commit_copies(Warp& w, const Instruction&) { ++w.copy_group; }
 void wait_for_copies(Warp& w, const Instruction& i) {
   std::erase_if(w.copies, [&](const Copy& copy) {
     if (copy.group >= w.copy_group - static_cast<int>(i.number)) return false;
-    char* target = shared_at(w, copy.target, copy.bytes, Access::settle, copy.line);
+    char* target = shared_at(w, kSeveral, copy.target, copy.bytes, Access::settle, copy.line);
     std::memset(target, 0, copy.bytes);
     if (copy.read) std::memcpy(target, copy.source, copy.read);
     return true;
@@ -212,8 +228,8 @@ void matrices(Warp& w, const Instruction& i) {
     for (unsigned r = 0; r < 8; ++r) {
       const auto address = static_cast<uint32_t>(addresses[8 * n + r] + i.number);
       const char* value = kStore ? reinterpret_cast<const char*>(values[r]) : nullptr;
-      char* row =
-          shared_at(w, address, 16, kStore ? Access::write : Access::read, i.line, false, value);
+      char* row = shared_at(w, kSeveral, address, 16, kStore ? Access::write : Access::read, i.line,
+                            false, value);
       if (kStore)
         std::memcpy(row, values[r], 16);
       else
@@ -281,8 +297,8 @@ bool decode_copy(const Statement& from, Names& names, Instruction& made) {  // o
 
 }  // namespace
 
-char* shared_at(Warp& w, uint32_t address, unsigned bytes, Access access, uint32_t line,
-                bool asynchronous, const char* value) {
+char* shared_at(Warp& w, unsigned lane, uint32_t address, unsigned bytes, Access access,
+                uint32_t line, bool asynchronous, const char* value) {
   Memory& m = *w.memory;
   if (uint64_t{address} + bytes > m.shared.size() || address % bytes)
     throw Fault(hexadecimal(address) + " is no place for " + std::to_string(bytes) +
@@ -291,14 +307,14 @@ char* shared_at(Warp& w, uint32_t address, unsigned bytes, Access access, uint32
   const bool same = value && std::memcmp(m.shared.data() + address, value, bytes) == 0;
   for (uint32_t a = address / granule; a <= (address + bytes - 1) / granule; ++a) {
     Touch& t = m.touches[a];
-    touch(w, t, access, line, m.block_first, asynchronous, same);
+    touch(w, t, access, line, m.block_first, asynchronous, same, lane);
     if (access == Access::write) t.fence = 1 + m.fences[w.index];
   }
   return m.shared.data() + address;
 }
 
-char* global_at(Warp& w, uint64_t address, unsigned bytes, Access access, uint32_t line,
-                const char* value) {
+char* global_at(Warp& w, unsigned lane, uint64_t address, unsigned bytes, Access access,
+                uint32_t line, const char* value) {
   Memory& m = *w.memory;
   const auto inside = [&](const Range& range) {
     return address >= range.first && address + bytes <= range.last;
@@ -325,7 +341,7 @@ char* global_at(Warp& w, uint64_t address, unsigned bytes, Access access, uint32
   char* place = reinterpret_cast<char*>(address);
   const bool same = value && std::memcmp(place, value, bytes) == 0;
   for (uint64_t a = first; a <= last; ++a)
-    touch(w, range.touches[a], access, line, m.launch_first, false, same);
+    touch(w, range.touches[a], access, line, m.launch_first, false, same, lane);
   return place;
 }
 
