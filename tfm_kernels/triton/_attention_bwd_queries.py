@@ -16,14 +16,13 @@ from ._attention import (
     keys_met,
     load_chosen_rows,
     load_rows,
-    pair_mask,
-    pair_tile,
     sequence,
     start,
     store_rows,
     tiles_met,
 )
 from ._attention_bwd_tile import DELTA, SHIFT, TOP, gradient_tile, load_statistics, statistic
+from ._attention_pairs import pair_mask, pair_tile
 
 
 @triton.jit

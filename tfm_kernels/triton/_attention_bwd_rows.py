@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._attention import band, dots, kernel, keys_met, load_rows, score_tile, sequence, start, tiles_met
+from ._attention import band, dots, kernel, keys_met, load_rows, sequence, start, tiles_met
 from ._attention_bwd_tile import DELTA, OFFSET, SHIFT, TOP, load_row_numbers
+from ._attention_pairs import score_tile
 
 FAR = tl.constexpr(65536.0)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._attention import kept_tile, near, score_tile
+from ._attention import kept_tile, near
+from ._attention_pairs import score_tile
 
 TOP, SHIFT, OFFSET, DELTA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NUMBERS = 8  # kept of each row; the rest is there for the length of a load

@@ -25,19 +25,18 @@ from . import _launch
 from ._attention import (
     band,
     finish,
-    kept_pairs,
     kernel,
     keys_met,
     load_at,
     near,
     sequence,
-    shown_pairs,
     start,
     store_at,
     tiles_met,
     weigh,
 )
 from ._attention_call import Call, Config, rows_aligned
+from ._attention_pairs import kept_pairs, shown_pairs
 from ._tile import keep_tile
 
 FEW = 16  # queries: more fill tiles of one head's

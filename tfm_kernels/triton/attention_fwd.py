@@ -29,7 +29,6 @@ from ._attention import (
     kernel,
     keys_met,
     load_rows,
-    score_tile,
     sequence,
     start,
     store_rows,
@@ -37,6 +36,7 @@ from ._attention import (
     weigh,
 )
 from ._attention_call import Call, Config, rows_aligned
+from ._attention_pairs import score_tile
 
 # Compilations for one combination of storage types and of optional arguments, whatever the shapes: five head widths,
 # two tiles each, rows that start at multiples of 16 bytes or not, and so for bias and keep.
