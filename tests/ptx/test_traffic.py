@@ -45,6 +45,20 @@ def test_attention(width, gpu):
         assert_little_is_lost(name, found[name])
 
 
+@pytest.mark.parametrize(
+    "width, dtype, arch",
+    [(64, torch.bfloat16, 90), (64, torch.float32, 90), (128, torch.bfloat16, 90), (64, torch.float32, 80)],
+    ids=str,
+)
+def test_attention_with_bias(width, dtype, arch, gpu):
+    """A bias with a gradient, of the type of the heads or float32."""
+    q, k, v = (torch.randn(1, 256, 2, width, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 2, 256, 256, dtype=dtype).requires_grad_()
+    found = traffic(gpu, lambda: tfk.ops.attention(q, k, v, bias=bias, backend="triton"))
+    for name in ("attention_fwd_kernel", "attention_bwd_keys_kernel", "attention_bwd_queries_kernel"):
+        assert_little_is_lost(name, found[name])
+
+
 @pytest.mark.parametrize("activation, gated", [("gelu", False), ("silu", True)])
 def test_ffn(activation, gated, gpu):
     x, w1, w2, gate = (

@@ -85,7 +85,7 @@ def attention_bwd_rows_kernel(
             )  # fmt: skip
             x = score_tile(
                 x, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
-                keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, True, False, False,
+                keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, True, False, False, False,
             )  # fmt: skip
             higher = tl.maximum(most, tl.max(x, 1))
             safe = tl.where(higher == float("-inf"), 0.0, higher)

@@ -62,14 +62,44 @@ def pair_mask(
 
 
 @triton.jit
+def load_blocks(
+    ptr, m0, n0, tq, tk, stride_t, other, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """load_pairs of ALIGNED pairs for loops whose loads Triton sends ahead.
+
+    They wait in shared memory in the order in which they were loaded, and 8 rows of a tile are read at once: of a tile
+    loaded row by row these lie in the same banks. So blocks of 8 x 8 pairs are loaded, one after another.
+    """
+    runs = tl.arange(0, BLOCK_M * BLOCK_N // 8)[:, None]  # of 8 keys: (BLOCK_M // 8, BLOCK_N // 8, 8 queries)
+    rows = runs // BLOCK_N * 8 + runs % 8
+    blocks = runs // 8 % (BLOCK_N // 8)
+    mask = (rows < near(tq - m0, 4096)) & (blocks < near(tk - n0, 4096) // 8)
+    ptrs = ptr + m0 * stride_t + n0 + rows * stride_t + (blocks * 8 + tl.arange(0, 8)[None, :])
+    t = tl.load(tl.multiple_of(ptrs, (1, 16)), mask=mask, other=other)
+    t = tl.reshape(t, (BLOCK_M // 8, BLOCK_N // 8, 8, 8))
+    if TRANSPOSED:
+        found = tl.reshape(tl.permute(t, (1, 3, 0, 2)), (BLOCK_N, BLOCK_M))
+    else:
+        found = tl.reshape(tl.permute(t, (0, 2, 1, 3)), (BLOCK_M, BLOCK_N))
+    return found
+
+
+@triton.jit
 def load_pairs(
-    ptr, m0, n0, tq, tk, stride_t, stride_d, other,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ptr, m0, n0, tq, tk, stride_t, stride_d, other, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr, TRANSPOSED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one head's bias or keep matrix; ``other``, what hides, where there is no pair."""
-    mask = pair_mask(m0, n0, tq, tk, BLOCK_M, BLOCK_N, ALIGNED, TRANSPOSED)
-    ptrs = pair_tile(ptr, m0, n0, stride_t, stride_d, BLOCK_M, BLOCK_N, ALIGNED, TRANSPOSED)
-    return tl.load(ptrs, mask=mask, other=other)
+    """A tile of one head's bias or keep matrix; ``other``, what hides, where there is no pair.
+
+    AHEAD says that it is loaded in a loop of more than one stage.
+    """
+    if ALIGNED and AHEAD:
+        found = load_blocks(ptr, m0, n0, tq, tk, stride_t, other, BLOCK_M, BLOCK_N, TRANSPOSED)
+    else:
+        mask = pair_mask(m0, n0, tq, tk, BLOCK_M, BLOCK_N, ALIGNED, TRANSPOSED)
+        ptrs = pair_tile(ptr, m0, n0, stride_t, stride_d, BLOCK_M, BLOCK_N, ALIGNED, TRANSPOSED)
+        found = tl.load(ptrs, mask=mask, other=other)
+    return found
 
 
 @triton.jit
@@ -87,25 +117,28 @@ def kept_pairs(shown, keep, keep_stride_t, SHIELDED: tl.constexpr):
 def score_tile(
     dots, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
     keep_stride_d, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS_ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, SHIELDED: tl.constexpr,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, SHIELDED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A.1 of a tile, float32: q k^T itself, or scale q k^T + bias; -inf where a pair is hidden."""
     x = dots
     if bias_ptr is not None:
         bias = load_pairs(
             bias_ptr, m0, n0, tq, tk, bias_stride_t, bias_stride_d, float("-inf"), BLOCK_M, BLOCK_N, PAIRS_ALIGNED,
-            TRANSPOSED,
+            TRANSPOSED, AHEAD,
         ).to(tl.float32)  # fmt: skip
         # a finite bias is added in float32 units of the scores; log2(e) waits until the maximum is subtracted
-        x = tl.where(bias == float("-inf"), float("-inf"), tl.fma(x, scale, bias))
+        x = tl.fma(x, scale, bias)
+        # -inf by way of x, else Triton may compare before it moves bias to where x lies, and move the answers as well
+        x = tl.where(bias == tl.minimum(x, float("-inf")), float("-inf"), x)
     if MASKED:
         shown = visible_tile(m0, n0, live, low, high, BLOCK_M, BLOCK_N, TRANSPOSED)
         if TRANSPOSED:  # rows that do not exist add 0 to a key, and not 0 times NaN to one that no row sees
             shown = shown & (rows_of(BLOCK_M, True) < near(tq - m0, 4096))
         if keep_ptr is not None:
             keep = load_pairs(
-                keep_ptr, m0, n0, tq, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, TRANSPOSED
-            )
+                keep_ptr, m0, n0, tq, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, TRANSPOSED,
+                AHEAD,
+            )  # fmt: skip
             shown = kept_pairs(shown, keep, keep_stride_t, SHIELDED)
         x = tl.where(shown, x, float("-inf"))  # chosen, not multiplied: NaN in hidden keys ends here
     return x
