@@ -10,10 +10,11 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def traffic(machine, call):
-    """Kernel -> Traffic of the launches of a call, forward and backward."""
+    """Kernel -> Traffic of the launches of a call, forward and, where it has one, backward."""
     machine.begin(keep=True)
     out = call()
-    out.backward(torch.randn_like(out))
+    if out.requires_grad:
+        out.backward(torch.randn_like(out))
     launches, found = machine.launches, {}
     machine.begin()
     for launch in launches:
@@ -21,10 +22,15 @@ def traffic(machine, call):
     return found
 
 
-def assert_little_is_lost(name, counted):
-    """Whole sectors, and no two words of one bank but a few where sums of rows meet."""
-    assert 32 * counted.global_sectors <= 1.05 * counted.global_bytes, name
+def assert_banks_are_free(name, counted):
+    """No two words of one bank but a few where sums of rows meet."""
     assert 0 < counted.shared_waves <= 1.1 * counted.shared_least or counted.shared_least == 0, name
+
+
+def assert_little_is_lost(name, counted):
+    """Whole sectors, and no two words of one bank."""
+    assert 32 * counted.global_sectors <= 1.05 * counted.global_bytes, name
+    assert_banks_are_free(name, counted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -67,3 +73,21 @@ def test_ffn(activation, gated, gpu):
     options = {"activation": activation, "gate": gate if gated else None, "dropout_p": 0.1, "backend": "triton"}
     for name, counted in traffic(gpu, lambda: tfk.ops.ffn(x, w1, None, w2, None, **options)).items():
         assert_little_is_lost(name, counted)
+
+
+def test_sums_of_rows(gpu):
+    """What a second kernel adds up: parts of the keys, classes or rows."""
+    query, key = (torch.randn(1, 2, n, 128, dtype=torch.bfloat16) for n in (1, 512))
+    x, w1, w2, bias = (torch.randn(s, dtype=torch.bfloat16) for s in ((300, 64), (64, 64), (64, 64), 64))
+    target = torch.randint(64, (300,))
+    calls = {
+        "attention_fwd_merge_kernel": lambda: tfk.ops.attention(query, key, key, backend="triton"),
+        "sum_rows_kernel": lambda: tfk.ops.ffn(x, w1, None, w2, bias.requires_grad_(), backend="triton"),
+        "linear_cross_entropy_fwd_join_kernel": lambda: tfk.ops.linear_cross_entropy(
+            x, w1, target, label_smoothing=0.1, reduction="none", backend="triton"
+        ),
+    }
+    for name, call in calls.items():
+        counted = traffic(gpu, call)[name]
+        assert counted.shared_waves > 0, name
+        assert_banks_are_free(name, counted)
