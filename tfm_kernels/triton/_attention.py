@@ -1,4 +1,4 @@
-"""What the attention kernels share on the device: sequences, which tiles meet, what a tile hides, scores.
+"""What the attention kernels share on the device: sequences, which tiles meet, rows of heads, the softmax of a tile.
 
 Row i of a tile of queries is m0 + i, column j of a tile of keys n0 + j; both within their sequence. Positions are
 int32, which sequences shorter than 2**30 never leave; offsets in memory are int64.
@@ -99,34 +99,6 @@ def queries_met(n0, tq, live, low, high, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def rows_of(BLOCK_M: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """0, 1, ... along the queries of a tile (queries, keys), or (keys, queries) where TRANSPOSED."""
-    offs_m = tl.arange(0, BLOCK_M)
-    return offs_m[None, :] if TRANSPOSED else offs_m[:, None]
-
-
-@triton.jit
-def columns_of(BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """0, 1, ... along the keys of a tile."""
-    offs_n = tl.arange(0, BLOCK_N)
-    return offs_n[:, None] if TRANSPOSED else offs_n[None, :]
-
-
-@triton.jit
-def shown_pairs(rows, columns, m0, n0, live, low, high):
-    """What band and length show of queries m0 + rows and keys n0 + columns, bool; rows and columns are small."""
-    from_key = rows + near(low - (n0 - m0), 4096)
-    to_key = tl.minimum(rows + near(high - (n0 - m0), 4096), near(live - n0, 4096) - 1)
-    return (columns >= from_key) & (columns <= to_key)
-
-
-@triton.jit
-def visible_tile(m0, n0, live, low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """What band and length show of a tile, bool."""
-    return shown_pairs(rows_of(BLOCK_M, TRANSPOSED), columns_of(BLOCK_N, TRANSPOSED), m0, n0, live, low, high)
-
-
-@triton.jit
 def load_rows(
     ptr, first, begin, end, stride_t, D,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
@@ -199,84 +171,10 @@ def store_at(value, ptr, offsets, chosen, D, BLOCK_D: tl.constexpr, ALIGNED: tl.
 
 
 @triton.jit
-def pair_tile(
-    ptr, m0, n0, stride_t, stride_d,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """Pointers to a tile of something per pair; ALIGNED promises unit stride along the keys, and rows that start at
-    multiples of 16 bytes.
-    """
-    rows = rows_of(BLOCK_M, TRANSPOSED) * stride_t
-    if ALIGNED:
-        ptrs = ptr + m0 * stride_t + n0 + rows + columns_of(BLOCK_N, TRANSPOSED)
-        return tl.multiple_of(ptrs, (16, 1) if TRANSPOSED else (1, 16))
-    return ptr + m0 * stride_t + n0 * stride_d + rows + columns_of(BLOCK_N, TRANSPOSED) * stride_d
-
-
-@triton.jit
-def pair_mask(
-    m0, n0, tq, tk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, TRANSPOSED: tl.constexpr
-):
-    """Which pairs of a tile exist; ALIGNED promises that there are 8 keys or none in a row."""
-    columns = inside(columns_of(BLOCK_N, TRANSPOSED), near(tk - n0, 4096), ALIGNED)
-    return (rows_of(BLOCK_M, TRANSPOSED) < near(tq - m0, 4096)) & columns
-
-
-@triton.jit
-def load_pairs(
-    ptr, m0, n0, tq, tk, stride_t, stride_d, other,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """A tile of one head's bias or keep matrix; ``other``, what hides, where there is no pair."""
-    mask = pair_mask(m0, n0, tq, tk, BLOCK_M, BLOCK_N, ALIGNED, TRANSPOSED)
-    ptrs = pair_tile(ptr, m0, n0, stride_t, stride_d, BLOCK_M, BLOCK_N, ALIGNED, TRANSPOSED)
-    return tl.load(ptrs, mask=mask, other=other)
-
-
-@triton.jit
-def kept_pairs(shown, keep, keep_stride_t, SHIELDED: tl.constexpr):
-    """Those ``shown`` that keep shows too; SHIELDED hides its bits from Triton (_attention_call.py's shielded())."""
-    if SHIELDED:
-        if keep_stride_t >= 0:  # as every stride is
-            shown = shown & (keep != 0)
-    else:
-        shown = shown & (keep != 0)
-    return shown
-
-
-@triton.jit
-def score_tile(
-    dots, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
-    keep_stride_d, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS_ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, SHIELDED: tl.constexpr,
-):  # fmt: skip
-    """A.1 of a tile, float32: q k^T itself, or scale q k^T + bias; -inf where a pair is hidden."""
-    x = dots
-    if bias_ptr is not None:
-        bias = load_pairs(
-            bias_ptr, m0, n0, tq, tk, bias_stride_t, bias_stride_d, float("-inf"), BLOCK_M, BLOCK_N, PAIRS_ALIGNED,
-            TRANSPOSED,
-        ).to(tl.float32)  # fmt: skip
-        # a finite bias is added in float32 units of the scores; log2(e) waits until the maximum is subtracted
-        x = tl.where(bias == float("-inf"), float("-inf"), tl.fma(x, scale, bias))
-    if MASKED:
-        shown = visible_tile(m0, n0, live, low, high, BLOCK_M, BLOCK_N, TRANSPOSED)
-        if TRANSPOSED:  # rows that do not exist add 0 to a key, and not 0 times NaN to one that no row sees
-            shown = shown & (rows_of(BLOCK_M, True) < near(tq - m0, 4096))
-        if keep_ptr is not None:
-            keep = load_pairs(
-                keep_ptr, m0, n0, tq, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, TRANSPOSED
-            )
-            shown = kept_pairs(shown, keep, keep_stride_t, SHIELDED)
-        x = tl.where(shown, x, float("-inf"))  # chosen, not multiplied: NaN in hidden keys ends here
-    return x
-
-
-@triton.jit
 def weigh(x, sums, tops, step, SEEN: tl.constexpr, FOLDED: tl.constexpr):
     """(p, sums, tops, decay): A.3 of a tile of scores but for the division, and what earlier sums are multiplied by.
 
-    SEEN promises that every row has a score that is not -inf, here or before; FOLDED that no score is of float32's size.
+    SEEN promises that every row has a score that is not -inf, here or before; FOLDED that scores times step are finite.
     """
     most = tl.maximum(tops, tl.max(x, 1))
     shift = most

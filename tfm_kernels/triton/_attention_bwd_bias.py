@@ -90,7 +90,7 @@ def attention_bwd_bias_kernel(
             weights, dx, hidden = gradient_tile(
                 x, products, top, shift, top, delta, bias_head, keep_head, seed_ptr, (b * H + h) * row_step, m0, n0, tq,
                 tk, live, near_low, near_high, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step,
-                keep_scale, last_dropped, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, True, False, True, False,
+                keep_scale, last_dropped, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, True, False, True, False, False,
             )  # fmt: skip
             total += dx
     offs_m = tl.arange(0, BLOCK_M)

@@ -34,6 +34,7 @@ def meet(
     bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     SHIELDED: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: adds to dk (without the scale) and dv."""
     statistics = load_statistics(statistics_ptr, m0, tq, BLOCK_M, MASKED)
@@ -64,7 +65,7 @@ def meet(
     p, dx, _ = gradient_tile(
         x, products, top, shift, offset, delta, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, tq, tk, live, low,
         high, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped,
-        BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED, True, CAREFUL, SHIELDED,
+        BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED, True, CAREFUL, SHIELDED, AHEAD,
     )  # fmt: skip
     if PART != "dk":
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -107,7 +108,7 @@ def gather(
                     first_row, m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
                     dout_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale,
                     last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, True,
-                    CAREFUL,
+                    CAREFUL, STAGES > 1,
                 )  # fmt: skip
         else:
             for c in tl.range(first, last - whole, num_stages=STAGES):
@@ -117,7 +118,7 @@ def gather(
                     first_row, m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
                     dout_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale,
                     last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, True,
-                    CAREFUL,
+                    CAREFUL, STAGES > 1,
                 )  # fmt: skip
             for c in tl.range(full_first, full_last, num_stages=STAGES):
                 dk, dv = meet(
@@ -125,7 +126,7 @@ def gather(
                     first_row, start(c, tq, BLOCK_M), n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t,
                     k_stride_t, v_stride_t, dout_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d,
                     scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION,
-                    SHIELDED, CHUNK, PART, False, CAREFUL,
+                    SHIELDED, CHUNK, PART, False, CAREFUL, STAGES > 1,
                 )  # fmt: skip
     return dk, dv
 

@@ -16,14 +16,13 @@ from ._attention import (
     keys_met,
     load_chosen_rows,
     load_rows,
-    pair_mask,
-    pair_tile,
     sequence,
     start,
     store_rows,
     tiles_met,
 )
 from ._attention_bwd_tile import DELTA, SHIFT, TOP, gradient_tile, load_statistics, statistic
+from ._attention_pairs import pair_mask, pair_tile
 
 
 @triton.jit
@@ -33,6 +32,7 @@ def meet(
     bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS_ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dq (without the scale) and what it adds to it."""
     k = load_rows(k_ptr, n0, begin, end, k_stride_t, D, BLOCK_N, BLOCK_D, MASKED)
@@ -47,7 +47,7 @@ def meet(
     _, dx, hidden = gradient_tile(
         x, products, top, shift, top, delta, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, tq, tk, live, low, high,
         bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M,
-        BLOCK_N, PAIRS_ALIGNED, MASKED, False, True, SHIELDED,
+        BLOCK_N, PAIRS_ALIGNED, MASKED, False, True, SHIELDED, AHEAD,
     )  # fmt: skip
     if dbias_ptr is not None:
         ptrs = pair_tile(dbias_ptr, m0, n0, dbias_stride_t, dbias_stride_t * 0 + 1, BLOCK_M, BLOCK_N, False, False)
@@ -80,7 +80,7 @@ def gather(
                 first_row, m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
                 dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t, keep_stride_d, scale, step,
                 keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, True,
-                CAREFUL,
+                CAREFUL, STAGES > 1,
             )  # fmt: skip
     else:
         for c in tl.range(first, last - whole, num_stages=STAGES):
@@ -90,7 +90,7 @@ def gather(
                 first_row, m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
                 dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t, keep_stride_d, scale, step,
                 keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, True,
-                CAREFUL,
+                CAREFUL, STAGES > 1,
             )  # fmt: skip
         for c in tl.range(full_first, full_last, num_stages=STAGES):
             dq = meet(
@@ -98,7 +98,7 @@ def gather(
                 first_row, m0, start(c, tk, BLOCK_N), begin, end, tq, tk, live, low, high, D, DV, q_stride_t,
                 k_stride_t, v_stride_t, dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t,
                 keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
-                PRECISION, SHIELDED, CHUNK, False, CAREFUL,
+                PRECISION, SHIELDED, CHUNK, False, CAREFUL, STAGES > 1,
             )  # fmt: skip
     return dq
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._attention import band, dots, kernel, keys_met, load_rows, score_tile, sequence, start, tiles_met
+from ._attention import band, dots, kernel, keys_met, load_rows, sequence, start, tiles_met
 from ._attention_bwd_tile import DELTA, OFFSET, SHIFT, TOP, load_row_numbers
+from ._attention_pairs import score_tile
 
 FAR = tl.constexpr(65536.0)
 
@@ -84,7 +85,7 @@ def attention_bwd_rows_kernel(
             )  # fmt: skip
             x = score_tile(
                 x, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
-                keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, True, False, False,
+                keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, True, False, False, False,
             )  # fmt: skip
             higher = tl.maximum(most, tl.max(x, 1))
             safe = tl.where(higher == float("-inf"), 0.0, higher)

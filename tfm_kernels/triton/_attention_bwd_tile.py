@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._attention import kept_tile, near, score_tile
+from ._attention import kept_tile, near
+from ._attention_pairs import score_tile
 
 TOP, SHIFT, OFFSET, DELTA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NUMBERS = 8  # kept of each row; the rest is there for the length of a load
@@ -54,12 +55,12 @@ def gradient_tile(
     dots, products, top, shift, offset, delta, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, tq, tk, live, low, high,
     bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS_ALIGNED: tl.constexpr, MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, SHIELDED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, SHIELDED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """(f p, dx, hidden) of a tile, from q k^T and dout v^T; 0, not a product with 0, where a pair is hidden."""
     x = score_tile(
         dots, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
-        keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED, TRANSPOSED, SHIELDED,
+        keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED, TRANSPOSED, SHIELDED, AHEAD,
     )  # fmt: skip
     if EXACT:
         power = tl.fma(x - along_rows(top, TRANSPOSED), step, -along_rows(shift, TRANSPOSED))

@@ -25,20 +25,19 @@ from . import _launch
 from ._attention import (
     band,
     finish,
-    kept_pairs,
     kernel,
     keys_met,
     load_at,
     near,
     sequence,
-    shown_pairs,
     start,
     store_at,
     tiles_met,
     weigh,
 )
 from ._attention_call import Call, Config, rows_aligned
-from ._tile import keep_tile
+from ._attention_pairs import kept_pairs, shown_pairs
+from ._tile import keep_tile, sum_of_rows
 
 FEW = 16  # queries: more fill tiles of one head's
 MANY = 64  # keys: fewer are one tile
@@ -286,7 +285,7 @@ def attention_fwd_merge_kernel(
         weights = tl.exp2((tops - shift) * step)
         sums += tl.sum(weights * tl.load(numbers_ptr + places * 2 + 1, mask=offs_p < parts, other=0.0), 0)
         values = load_at(parts_ptr, places * BLOCK_D, offs_p < parts, DV, BLOCK_D)
-        acc += tl.sum(weights[:, None] * values, 0)[None, :]
+        acc += sum_of_rows(weights[:, None] * values, SHARE, BLOCK_D)[None, :]
     out, lse = finish(acc, sums, most, step, unit, keep_scale, False)
     ptrs = out_ptr + b * out_stride_b + h * out_stride_h + (q0 + i) * out_stride_t + offs_d
     tl.store(ptrs[None, :], out.to(out_ptr.dtype.element_ty), mask=(offs_d < OUT_D)[None, :])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from ._attention import band, kernel, keys_met, load_pairs, near, queries_met, sequence, start, tiles_met, visible_tile
+from ._attention import band, kernel, keys_met, near, queries_met, sequence, start, tiles_met
+from ._attention_pairs import load_pairs, visible_tile
 
 
 @kernel
@@ -47,8 +48,9 @@ def keep_tiles_kernel(
             n0 = start(t, tk, BLOCK_N)
         rows_end = tl.where(keep_stride_t == 0, tl.minimum(m0 + 1, tq), tq)
         keep = load_pairs(
-            keep_ptr, m0, n0, rows_end, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, False
-        )
+            keep_ptr, m0, n0, rows_end, tk, keep_stride_t, keep_stride_d, 0, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, False,
+            False,
+        )  # fmt: skip
         shown = visible_tile(m0, n0, live, low, high, BLOCK_M, BLOCK_N, False)
         # the one row that was read stands for all; what the band hides of it may be shown to others
         alike = tl.zeros((BLOCK_M, BLOCK_N), tl.int1) | (keep_stride_t == 0)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _launch
-from ._tile import load_tile
+from ._tile import load_tile, sum_of_rows
 
 # For one storage type and type of the result: two shapes of tile, aligned or not.
 MAX_COMPILATIONS = 4
@@ -63,7 +63,7 @@ def sum_rows_kernel(
         offs_m = (tl.zeros((BLOCK_M,), tl.int64) + m) + tl.arange(0, BLOCK_M)
         total += load_tile(x_ptr, offs_m, first_n, last, N, x_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
     offs_n = first_n + tl.arange(0, BLOCK_N)
-    value = tl.sum(total, 0).to(sum_ptr.dtype.element_ty)
+    value = sum_of_rows(total, BLOCK_M, BLOCK_N).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + chunk * N + offs_n, value, mask=offs_n < N)
 
 

@@ -108,3 +108,15 @@ def sum_of_rows(t, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         upper, lower = tl.split(tl.permute(tl.reshape(t, (2, half, BLOCK_N)), (1, 2, 0)))
         total = sum_of_rows(upper + lower, half, BLOCK_N)
     return total
+
+
+@triton.jit
+def max_of_rows(t, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_N,) of the largest of each column of a tile (BLOCK_M, BLOCK_N), by halves as sum_of_rows; drops NaN."""
+    half: tl.constexpr = BLOCK_M // 2
+    if BLOCK_M == 1:
+        most = tl.reshape(t, (BLOCK_N,))
+    else:
+        upper, lower = tl.split(tl.permute(tl.reshape(t, (2, half, BLOCK_N)), (1, 2, 0)))
+        most = max_of_rows(tl.maximum(upper, lower), half, BLOCK_N)
+    return most

@@ -7,7 +7,8 @@ Method:  online softmax; weights are rounded to the values' type for the second 
          the result is not finite although keep or bias hide pairs, the tile is done once more with those values as 0
          that none of its rows sees: NaN in padding then reaches nothing, and calls without it pay nothing.
 Traffic: reads q once, k and v once for each tile of queries that sees them (L2), bias and keep once; writes out, lse.
-Limits:  D, Dv <= 256; float16, bfloat16, float32 (IEEE unless TF32 is allowed). No float64.
+Limits:  D, Dv <= 256; float16, bfloat16, float32 (IEEE unless TF32 is allowed). No float64. Without a bias a row's
+         largest score may not exceed 2.3e38 in size, which only a scale above 0.69 lets it.
 Config:  pick_config() below; not yet measured on a GPU.
 Source:  own work, after Dao 2023, arXiv:2307.08691, algorithm 1.
 """
@@ -29,7 +30,6 @@ from ._attention import (
     kernel,
     keys_met,
     load_rows,
-    score_tile,
     sequence,
     start,
     store_rows,
@@ -37,6 +37,7 @@ from ._attention import (
     weigh,
 )
 from ._attention_call import Call, Config, rows_aligned
+from ._attention_pairs import score_tile
 
 # Compilations for one combination of storage types and of optional arguments, whatever the shapes: five head widths,
 # two tiles each, rows that start at multiples of 16 bytes or not, and so for bias and keep.
@@ -72,7 +73,7 @@ def meet(
     low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d,
     scale, step, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values: A.1, and A.3 and A.4 up to the division by the sum."""
     k = load_rows(k_ptr, n0, begin, end, k_stride_t, D, BLOCK_N, BLOCK_D, MASKED) if CHUNK == 0 else q
@@ -81,7 +82,7 @@ def meet(
     )  # fmt: skip
     x = score_tile(
         x, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
-        keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED, False, SHIELDED,
+        keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED, False, SHIELDED, AHEAD,
     )  # fmt: skip
     p, sums, tops, decay = weigh(x, sums, tops, step, not MASKED and bias_ptr is None, bias_ptr is None)
     if seed_ptr is not None:
@@ -115,7 +116,7 @@ def attend(
                 acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, begin, end,
                 tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d,
                 keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
-                PRECISION, SHIELDED, CHUNK, True, CAREFUL,
+                PRECISION, SHIELDED, CHUNK, True, CAREFUL, STAGES > 1,
             )  # fmt: skip
     else:
         for c in tl.range(first, last - (full_last - full_first), num_stages=STAGES):
@@ -124,14 +125,14 @@ def attend(
                 acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, begin, end,
                 tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d,
                 keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
-                PRECISION, SHIELDED, CHUNK, True, CAREFUL,
+                PRECISION, SHIELDED, CHUNK, True, CAREFUL, STAGES > 1,
             )  # fmt: skip
         for c in tl.range(full_first, full_last, num_stages=STAGES):
             acc, sums, tops = meet(
                 acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0,
                 start(c, tk, BLOCK_N), begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
                 bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N,
-                BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, False, CAREFUL,
+                BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, False, CAREFUL, STAGES > 1,
             )  # fmt: skip
     return acc, sums, tops
 

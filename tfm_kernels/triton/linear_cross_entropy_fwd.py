@@ -24,6 +24,7 @@ from torch import Tensor
 from . import _gemm, _launch
 from ._cross_entropy import FEW_ROWS, call_shape, candidates, live_rows, load_target, logits, places
 from ._gemm import Config
+from ._tile import max_of_rows, sum_of_rows
 
 # How often linear_cross_entropy_fwd_kernel is compiled at most for one combination of storage type, precision, bias or
 # none and smoothing or none, whatever the shapes: two launches of aligned rows, one of others.
@@ -132,13 +133,13 @@ def linear_cross_entropy_fwd_join_kernel(
         at = parts_ptr + offs_s[:, None] * M + offs_m[None, :]
         mask = (offs_s < splits)[:, None] & live[None, :]
         tops = tl.load(at, mask=mask, other=float("-inf"))
-        top = tl.maximum(most, tl.max(tops, 0))
+        top = tl.maximum(most, max_of_rows(tops, BLOCK_S, BLOCK_M))
         shift = tl.where(top == float("-inf"), 0.0, top)
         more = tl.load(at + step, mask=mask, other=0.0) * tl.exp(tops - shift[None, :])
-        powers = powers * tl.exp(most - shift) + tl.sum(more, 0)
-        own += tl.sum(tl.load(at + 2 * step, mask=mask, other=0.0), 0)
+        powers = powers * tl.exp(most - shift) + sum_of_rows(more, BLOCK_S, BLOCK_M)
+        own += sum_of_rows(tl.load(at + 2 * step, mask=mask, other=0.0), BLOCK_S, BLOCK_M)
         if SMOOTHED:
-            total += tl.sum(tl.load(at + 3 * step, mask=mask, other=0.0), 0)
+            total += sum_of_rows(tl.load(at + 3 * step, mask=mask, other=0.0), BLOCK_S, BLOCK_M)
         most = top
     most = tl.where(load_target(target_ptr, rows, M, V, target_stride) >= 0, most, float("nan"))
     grown = tl.log(powers)
