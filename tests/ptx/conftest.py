@@ -5,7 +5,7 @@ import zlib
 import pytest
 
 from tests.compiled import pytest_pycollect_makemodule  # noqa: F401
-from tests.simt.library import answer_for_cpu_tensors
+from tests.cuda_on_cpu import answer_for_cpu_tensors
 from tfm_kernels._backend import Choices
 
 

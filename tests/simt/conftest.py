@@ -4,10 +4,11 @@ import zlib
 
 import pytest
 
+from tests.cuda_on_cpu import answer_for_cpu_tensors
 from tfm_kernels._backend import Choices
 
 from .build import build
-from .library import Simt, answer_for_cpu_tensors
+from .library import Simt
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,11 @@
 """The built library in this process: its operators run csrc/cuda on CPU tensors, under a schedule that is set here."""
 
 import ctypes
-from importlib import import_module
 
 import torch
 
-from tfm_kernels._backend import Choices
 from tfm_kernels.testing.contract import run
 from tfm_kernels.testing.exact import assert_same_bits
-
-# ops whose csrc/cuda kernels run here, -> what they cannot, device aside
-OPS = {"layer_norm": "_gpu_support", "attention": "_gpu_cannot", "ffn": "_gpu_support"}
 
 
 class Simt:
@@ -49,11 +44,3 @@ class Simt:
     def launches(self):
         """Kernels started since the library was loaded."""
         return self._library.simt_launches()
-
-
-def answer_for_cpu_tensors(set_item):
-    """Lets SUPPORT of the ops say that backend "cuda" can run on CPU tensors; set_item(mapping, key, value) does it."""
-    for stem, reason in OPS.items():
-        module = import_module(f"tfm_kernels.ops.{stem}")
-        set_item(module.SUPPORT, "cuda", getattr(module, reason))
-    Choices.forget()

@@ -8,9 +8,10 @@ import sys
 
 import torch
 
+from tests.cuda_on_cpu import answer_for_cpu_tensors
 from tests.simt import attention_defects, defects, ffn_defects
 from tests.simt.build import build
-from tests.simt.library import Simt, answer_for_cpu_tensors
+from tests.simt.library import Simt
 
 DEFECTS = {**defects.DEFECTS, **attention_defects.DEFECTS, **ffn_defects.DEFECTS}
 TRIALS = {"layer_norm": defects.trial, "attention": attention_defects.trial, "ffn": ffn_defects.trial}

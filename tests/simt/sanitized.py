@@ -20,7 +20,8 @@ def watched(path) -> None:
     import torch
 
     from tests.cases import CASES, run_case
-    from tests.simt.library import Simt, answer_for_cpu_tensors
+    from tests.cuda_on_cpu import answer_for_cpu_tensors
+    from tests.simt.library import Simt
     from tfm_kernels.testing import run
 
     simt, count = Simt(path), 0
