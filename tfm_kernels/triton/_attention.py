@@ -171,36 +171,27 @@ def store_at(value, ptr, offsets, chosen, D, BLOCK_D: tl.constexpr, ALIGNED: tl.
 
 
 @triton.jit
-def weigh(x, sums, tops, step, SEEN: tl.constexpr, FOLDED: tl.constexpr):
+def weigh(x, sums, tops, step, SEEN: tl.constexpr):
     """(p, sums, tops, decay): A.3 of a tile of scores but for the division, and what earlier sums are multiplied by.
 
-    SEEN promises that every row has a score that is not -inf, here or before; FOLDED that scores times step are finite.
+    SEEN promises that every row has a score that is not -inf, here or before.
     """
     most = tl.maximum(tops, tl.max(x, 1))
     shift = most
     if not SEEN:
         shift = tl.where(most == float("-inf"), 0.0, most)
-    if FOLDED:
-        # one instruction, which rounds once; that shift * step is rounded cancels out: all weights have it
-        p = tl.exp2(tl.fma(x, step, -(shift * step)[:, None]))
-        decay = tl.exp2(tops * step - shift * step)
-    else:
-        # the difference comes first, so that large scores lose nothing
-        p = tl.exp2((x - shift[:, None]) * step)
-        decay = tl.exp2((tops - shift) * step)
+    # the difference comes first, so that large scores lose nothing
+    p = tl.exp2((x - shift[:, None]) * step)
+    decay = tl.exp2((tops - shift) * step)
     return p, sums * decay + tl.sum(p, 1), most, decay
 
 
 @triton.jit
-def finish(acc, sums, tops, step, unit, keep_scale, FOLDED: tl.constexpr):
+def finish(acc, sums, tops, unit, keep_scale):
     """(out, lse) of rows: A.4 and A.2; 0 and -inf where a row saw nothing."""
     sees = sums != 0.0
-    sums = tl.where(sees, sums, 1.0)
-    lse = tops * unit + tl.log(sums)
-    if FOLDED:
-        lse += tl.fma(-tops, step, tops * step) * 0.6931471805599453  # what weigh() rounded, as log 2
-    out = tl.where(sees[:, None], acc * (keep_scale / sums)[:, None], 0.0)
-    return out, tl.where(sees, lse, float("-inf"))
+    out = tl.where(sees[:, None], acc * (keep_scale / tl.where(sees, sums, 1.0))[:, None], 0.0)
+    return out, tl.where(sees, tops * unit + tl.log(tl.where(sees, sums, 1.0)), float("-inf"))
 
 
 @triton.jit

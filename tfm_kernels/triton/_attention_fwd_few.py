@@ -227,7 +227,7 @@ def attention_fwd_few_kernel(
         )  # fmt: skip
         if bias_ptr is not None:
             x = tl.fma(x, scale, bias)
-        p, sums, tops, decay = weigh(tl.where(shown, x, float("-inf")), sums, tops, step, False, False)
+        p, sums, tops, decay = weigh(tl.where(shown, x, float("-inf")), sums, tops, step, False)
         if seed_ptr is not None:
             numbers = (b * H + h) * row_step + i
             p = tl.where(keep_tile(seed_ptr, numbers, n0, last_dropped, BLOCK_M, BLOCK_N), p, 0.0)
@@ -240,7 +240,7 @@ def attention_fwd_few_kernel(
         tl.store(numbers_ptr + places * 2, tops, mask=exist)
         tl.store(numbers_ptr + places * 2 + 1, sums, mask=exist)
     else:
-        out, lse = finish(acc, sums, tops, step, unit, keep_scale, False)
+        out, lse = finish(acc, sums, tops, unit, keep_scale)
         out_ptr += b * out_stride_b + q0 * out_stride_t
         store_at(out, out_ptr, h * out_stride_h + i * out_stride_t, exist, OUT_D, BLOCK_D, OUT_ALIGNED)
         tl.store(lse_ptr + places, lse, mask=exist)
@@ -286,7 +286,7 @@ def attention_fwd_merge_kernel(
         sums += tl.sum(weights * tl.load(numbers_ptr + places * 2 + 1, mask=offs_p < parts, other=0.0), 0)
         values = load_at(parts_ptr, places * BLOCK_D, offs_p < parts, DV, BLOCK_D)
         acc += sum_of_rows(weights[:, None] * values, SHARE, BLOCK_D)[None, :]
-    out, lse = finish(acc, sums, most, step, unit, keep_scale, False)
+    out, lse = finish(acc, sums, most, unit, keep_scale)
     ptrs = out_ptr + b * out_stride_b + h * out_stride_h + (q0 + i) * out_stride_t + offs_d
     tl.store(ptrs[None, :], out.to(out_ptr.dtype.element_ty), mask=(offs_d < OUT_D)[None, :])
     tl.store(lse_ptr + place + tl.arange(0, 1), lse)

@@ -7,8 +7,7 @@ Method:  online softmax; weights are rounded to the values' type for the second 
          the result is not finite although keep or bias hide pairs, the tile is done once more with those values as 0
          that none of its rows sees: NaN in padding then reaches nothing, and calls without it pay nothing.
 Traffic: reads q once, k and v once for each tile of queries that sees them (L2), bias and keep once; writes out, lse.
-Limits:  D, Dv <= 256; float16, bfloat16, float32 (IEEE unless TF32 is allowed). No float64. Without a bias a row's
-         largest score may not exceed 2.3e38 in size, which only a scale above 0.69 lets it.
+Limits:  D, Dv <= 256; float16, bfloat16, float32 (IEEE unless TF32 is allowed). No float64.
 Config:  pick_config() below; not yet measured on a GPU.
 Source:  own work, after Dao 2023, arXiv:2307.08691, algorithm 1.
 """
@@ -84,7 +83,7 @@ def meet(
         x, bias_ptr, keep_ptr, m0, n0, tq, tk, live, low, high, bias_stride_t, bias_stride_d, keep_stride_t,
         keep_stride_d, scale, BLOCK_M, BLOCK_N, PAIRS_ALIGNED, MASKED, False, SHIELDED, AHEAD,
     )  # fmt: skip
-    p, sums, tops, decay = weigh(x, sums, tops, step, not MASKED and bias_ptr is None, bias_ptr is None)
+    p, sums, tops, decay = weigh(x, sums, tops, step, not MASKED and bias_ptr is None)
     if seed_ptr is not None:
         p = tl.where(kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N), p, 0.0)
     v = load_rows(v_ptr, n0, begin, end, v_stride_t, DV, BLOCK_N, BLOCK_D, MASKED)
@@ -193,7 +192,7 @@ def attention_fwd_kernel(
                 bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D,
                 PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, 1, True,
             )  # fmt: skip
-    out, lse = finish(acc, sums, tops, step, unit, keep_scale, bias_ptr is None)
+    out, lse = finish(acc, sums, tops, unit, keep_scale)
     out_ptr += b * out_stride_b + h * out_stride_h + q0 * out_stride_t
     store_rows(out, out_ptr, m0, tq, out_stride_t, OUT_D, BLOCK_M, BLOCK_D, OUT_ALIGNED)
     offs_m = tl.arange(0, BLOCK_M)
