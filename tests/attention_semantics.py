@@ -159,6 +159,15 @@ def test_rows_far_from_zero_have_right_gradients(backend):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=0.02)  # 1e5 eps is 0.006
 
 
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e9, 1e14])
+def test_scores_of_any_size(size, backend):
+    """Of scores up to 1e28 the largest takes all: what rounding it loses must not come to powers of two by itself."""
+    q, k, v = qkv(queries=33, keys=65)
+    out = tfk.ops.attention(size * q, size * k, v, backend=backend)
+    expected = tfk.ops.attention(*(t.double() for t in (size * q, size * k, v)), backend="reference")
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_least_finite_bias_gives_the_mean(dtype, backend):
     q, k, v = qkv(dtype=dtype)

@@ -15,6 +15,7 @@ from tests.attention_semantics import (  # noqa: F401  (some of the tests that e
     test_packed_dropout_is_the_padded_calls,
     test_rows_far_from_zero_have_right_gradients,
     test_rows_that_see_nothing,
+    test_scores_of_any_size,
     test_segments_are_alone,
     test_the_least_finite_bias_gives_the_mean,
     test_views_give_the_bits_of_contiguous_tensors,
