@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import re
+from functools import cache
 
 import torch
 
@@ -14,13 +15,14 @@ LAUNCHED = ctypes.CFUNCTYPE(
 )  # fmt: skip
 
 
-def kernel_alone(module, name):
-    """The text of a PTX module of several kernels with the others left out."""
-    first = r"^(?:\.visible |\.weak )*\.entry "
-    parts = re.split(f"(?m)(?={first})", module)
-    (kernel,) = (part for part in parts if re.match(f"(?m){first}{re.escape(name)}\\(", part))
-    files = "".join(re.findall(r"(?m)^\s*\.file.*\n", module))
-    return parts[0] + kernel + files
+@cache
+def kernels(module):
+    """Name -> the text of a PTX module of several kernels, which stands at an address, with the others left out."""
+    text = ctypes.string_at(module).decode()
+    entry = r"(?:\.visible |\.weak )*\.entry (\w+)"
+    head, *parts = re.split(rf"(?m)(?=^{entry})", text)[::2]
+    files = "".join(re.findall(r"(?m)^\s*\.file.*\n", text))
+    return {re.match(entry, part)[1]: head + part + files for part in parts}
 
 
 class Cuda:
@@ -38,7 +40,10 @@ class Cuda:
         self._library.cuda_begin.argtypes = [LAUNCHED, ctypes.c_int]
         self._launched = LAUNCHED(self._launch)
         self._programs = {}
-        self._older = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]  # the library knows newer
+        # of tests' modules; the library knows newer ones
+        self._older = [
+            t for t in gc.get_objects() if type(t) is torch.Tensor and t.layout == torch.strided and t.is_cpu
+        ]
         self.machine = machine
         self.begin()
 
@@ -49,7 +54,7 @@ class Cuda:
 
     def program(self, module, name):
         """The Program of a kernel, of a module's text at an address."""
-        text = self.text(name, kernel_alone(ctypes.string_at(module).decode(), name))
+        text = self.text(name, kernels(module)[name])
         if text not in self._programs:
             self._programs[text] = self.machine.read(text)
         return self._programs[text]

@@ -68,9 +68,12 @@ class Traffic(ctypes.Structure):
         global_sectors: of 32 bytes that they lie in, instruction by instruction of each warp.
         shared_waves: times that shared memory was busy.
         shared_least: times that it would have been if no two words of one bank were asked for at once.
+        issued: instructions of warps, as PTX counts them.
     """
 
-    _fields_ = [(name, ctypes.c_uint64) for name in ("global_bytes", "global_sectors", "shared_waves", "shared_least")]
+    _fields_ = [
+        (name, ctypes.c_uint64) for name in ("global_bytes", "global_sectors", "shared_waves", "shared_least", "issued")
+    ]
 
 
 class Machine:

@@ -153,6 +153,7 @@ void Warp::go() {
     const Instruction& i = program->code[at.pc];
     on = at.lanes;
     if (i.guard != kNowhere) on &= i.unless ? ~predicate(i.guard) : predicate(i.guard);
+    if (memory->traffic) ++memory->traffic->issued;
     switch (i.kind) {
       case Kind::plain:
         if (on) {

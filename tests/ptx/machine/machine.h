@@ -126,8 +126,8 @@ struct Reading {  // what a product under way reads: pieces of 16 bytes, and wha
 // What the accesses of a launch cost, where it is asked for.
 struct Traffic {
   // bytes that lanes asked for, and the sectors that hold them; times that shared memory was busy,
-  // and would have been without two words of one bank
-  uint64_t global_bytes = 0, global_sectors = 0, shared_waves = 0, shared_least = 0;
+  // and would have been without two words of one bank; instructions of warps
+  uint64_t global_bytes = 0, global_sectors = 0, shared_waves = 0, shared_least = 0, issued = 0;
 
   void global(const uint64_t* addresses, uint32_t on, unsigned bytes);  // of one instruction
   void shared(const uint64_t* addresses, uint32_t on, unsigned bytes);
