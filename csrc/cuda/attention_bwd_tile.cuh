@@ -47,7 +47,7 @@ __device__ inline void differentiate(float (&x)[4], float (&products)[4], const 
     const RowNumbers row = of(e);
     const bool hidden = x[e] == -kInfinity;
     const float power = fmaf(x[e] - row.top, step, -row.shift);
-    const float p = hidden ? 0.0f : exp2f(power > 0.0f ? 0.0f : power);
+    const float p = hidden ? 0.0f : power_of_two(power > 0.0f ? 0.0f : power);
     const float factor = kept >> e & 1 ? keep_scale : 0.0f;
     // a dropped product counts as 0, whatever it is
     const float dp = factor == 0.0f ? 0.0f : products[e] * factor;

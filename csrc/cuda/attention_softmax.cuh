@@ -41,17 +41,30 @@ __device__ inline void add_dots(float (&dots)[kM][kN][4], const T* a, const T* b
 }
 
 // sums += weights of 16 kM rows times a turned tile of 8 kN rows, of which those with a bit count.
+// Where all do, and d fills the tile, nothing stands between the products.
 template <int width, typename T, int kM, int kN, int kOut>
 __device__ inline void add_weighted(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4],
                                     const T* tile, int d, uint64_t chosen) {
+  constexpr uint64_t kEvery = ~uint64_t{0} >> (64 - 8 * kN);
+  constexpr int kStride = kTileStride<T, width>;
+  const auto each_step = [&](const auto& multiply) {
 #pragma unroll
-  for (int step = 0; step < kN / 2; ++step) {
-    Left<T> left[kM];
+    for (int step = 0; step < kN / 2; ++step) {
+      Left<T> left[kM];
 #pragma unroll
-    for (int m = 0; m < kM; ++m) make_left(left[m], weights[m][2 * step], weights[m][2 * step + 1]);
-    multiply_add<Lie::turned>(sums, left, tile, kTileStride<T, width>, 0, step * kStep, d,
-                              ChosenRows{chosen});
-  }
+      for (int m = 0; m < kM; ++m)
+        make_left(left[m], weights[m][2 * step], weights[m][2 * step + 1]);
+      multiply(left, step * kStep);
+    }
+  };
+  if ((chosen & kEvery) == kEvery && d > width - 16)
+    each_step([&](const Left<T>(&left)[kM], int k) {
+      multiply_add<Lie::turned>(sums, left, tile, kStride, 0, k);
+    });
+  else
+    each_step([&](const Left<T>(&left)[kM], int k) {
+      multiply_add<Lie::turned>(sums, left, tile, kStride, 0, k, d, ChosenRows{chosen});
+    });
 }
 
 // Calls op(sum, place) for a warp's sums that are not -inf: place is where the pair lies in
@@ -159,6 +172,18 @@ __device__ inline void drop(const Dropout& dropout, const HeadOfCall& head, int 
     }
 }
 
+// 2^x of a weight, which is 1 at most; 0 below 2^-126, for whose sake exp2f takes more
+// instructions.
+__device__ inline float power_of_two(float x) {
+#ifdef TFM_SIMT
+  return exp2f(x);
+#else
+  float found;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
+  return found;
+#endif
+}
+
 // What online softmax knows of a lane's rows: g and g + 8 of each fragment.
 template <int kM>
 struct Softmax {
@@ -183,12 +208,12 @@ struct Softmax {
         top = fmaxf(tops[m][half], row_max(top));
         const float shift = top == -kInfinity ? 0.0f : top;
         // the difference comes first, so that large scores lose nothing
-        const float decay = exp2f((tops[m][half] - shift) * step);
+        const float decay = power_of_two((tops[m][half] - shift) * step);
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2 * kN; ++i) {
           float& p = x[m][i / 2][half * 2 + i % 2];
-          p = exp2f((p - shift) * step);
+          p = power_of_two((p - shift) * step);
           sum += p;
         }
         sums[m][half] = fmaf(sums[m][half], decay, sum);
