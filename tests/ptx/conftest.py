@@ -1,4 +1,4 @@
-"""These tests run Triton's kernels as they are compiled for a GPU, PTX, on the CPU (tests/ptx/machine)."""
+"""These tests run GPU kernels as they are compiled, PTX of Triton and of nvcc, on the CPU (tests/ptx/machine)."""
 
 import zlib
 

@@ -195,6 +195,10 @@ FAULTS = {
     "another lane's write, no wait": (
         "xor.b32 %r5, %r2, 4;\n st.shared.b32 [%r2], %r3;\n ld.shared.b32 %r4, [%r5];", "a write of another lane",
     ),
+    "another warp's copy, waited for after the barrier": (
+        "cp.async.ca.shared.global [%r2], [%rd4], 4;\n cp.async.commit_group;\n bar.sync 0;\n"
+        " cp.async.wait_group 0;\n xor.b32 %r5, %r2, 128;\n ld.shared.b32 %r4, [%r5];", f"{RACE}|a copy under way",
+    ),
     "another lane's copy, no wait": (
         "cp.async.ca.shared.global [%r2], [%rd4], 4;\n cp.async.commit_group;\n cp.async.wait_group 0;\n"
         " xor.b32 %r5, %r2, 4;\n ld.shared.b32 %r4, [%r5];", "a write of another lane",

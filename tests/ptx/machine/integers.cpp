@@ -173,9 +173,9 @@ void extract_bits(Warp& w, const Instruction& i) {
   });
 }
 
+// bfi: the first operand's lowest bits into the second
 template <class T>
-void insert_bits(Warp& w,
-                 const Instruction& i) {  // bfi: the first operand's lowest into the second
+void insert_bits(Warp& w, const Instruction& i) {
   T* d = w.lane_values<T>(i.o[0]);
   const T *a = w.lane_values<T>(i.o[1]), *b = w.lane_values<T>(i.o[2]);
   const uint32_t *from = w.lane_values<uint32_t>(i.o[3]), *count = w.lane_values<uint32_t>(i.o[4]);
@@ -322,8 +322,7 @@ bool decode_integers(const Statement& from, Names& names, Instruction& made) {
     made.run = of_width(width, []<class T>() -> Run { return select<T>; });
     return true;
   }
-  if (from.parts.size() == 4 && from.parts[1] == "to" &&
-      name == "cvta") {  // addresses are the same
+  if (name == "cvta" && from.has("to") && from.has("global")) {  // the same address
     take(from, names, made, 8);
     made.run = move<uint64_t>;
     return true;

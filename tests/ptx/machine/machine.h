@@ -114,6 +114,7 @@ struct Copy {
   unsigned bytes, read;
   int group;
   uint32_t line;
+  unsigned lane;
 };
 
 struct Reading {  // what a product under way reads: pieces of 16 bytes, and what they held

@@ -34,8 +34,6 @@ void touch(Warp& w, Touch& t, Access access, uint32_t line, uint32_t first, bool
   };
   if (access == Access::settle) {
     t.flight = 0;
-    t.wrote_step = w.step;
-    return;
   } else if (t.flight != 0) {
     fault("touches what a copy under way will write");
   }
@@ -186,7 +184,7 @@ void begin_copies(Warp& w, const Instruction& i) {
       w.memory->touches[a].flight = static_cast<uint16_t>(1 + w.index);
       w.memory->touches[a].fence = 0;
     }
-    w.copies.push_back({target, source, bytes, read, w.copy_group, i.line});
+    w.copies.push_back({target, source, bytes, read, w.copy_group, i.line, l});
   }
   if (w.memory->traffic) w.memory->traffic->global(sources, reads, bytes);
 }
@@ -196,7 +194,7 @@ void commit_copies(Warp& w, const Instruction&) { ++w.copy_group; }
 void wait_for_copies(Warp& w, const Instruction& i) {
   std::erase_if(w.copies, [&](const Copy& copy) {
     if (copy.group >= w.copy_group - static_cast<int>(i.number)) return false;
-    char* target = shared_at(w, kSeveral, copy.target, copy.bytes, Access::settle, copy.line);
+    char* target = shared_at(w, copy.lane, copy.target, copy.bytes, Access::settle, copy.line);
     std::memset(target, 0, copy.bytes);
     if (copy.read) std::memcpy(target, copy.source, copy.read);
     return true;
