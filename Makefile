@@ -37,11 +37,11 @@ triton: build
 	$(BIN)/python -c "import importlib.util as u; raise SystemExit(u.find_spec('triton') is None)" \
 	  || test -z "$(TRITON)" || $(INSTALL) $(TRITON)
 
-# First what runs the CPU kernels, on all cores; then, two processes at a time, what needs one thread. Triton's kernels run
-# interpreted in processes of their own; their exit code 5 says that triton is not installed.
+# First what runs the CPU kernels, on all cores; then what needs one thread, two processes at a time, the longest first.
+# Triton's kernels run interpreted in processes of their own; their exit code 5 says that triton is not installed.
 test test-all: lint triton
 	$(PYTEST) $(MARKED) $(addprefix --ignore=,$(SIMT) $(ASIDE) $(PTX) $(INTERPRETED))
-	$(MAKE) -j2 MARKED='$(MARKED)' interpreted-attention interpreted simt aside ptx
+	$(MAKE) -j2 MARKED='$(MARKED)' ptx interpreted-attention interpreted aside simt
 
 test: MARKED := -m "not slow"
 PYTEST := $(BIN)/python -m pytest -q
