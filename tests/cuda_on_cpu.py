@@ -1,6 +1,9 @@
 """Tests that run csrc/cuda without a GPU register its operators for CPU tensors; this lets backend "cuda" take them."""
 
+from contextlib import contextmanager
 from importlib import import_module
+
+import pytest
 
 from tfm_kernels._backend import Choices
 
@@ -13,4 +16,13 @@ def answer_for_cpu_tensors(set_item):
     for stem, reason in OPS.items():
         module = import_module(f"tfm_kernels.ops.{stem}")
         set_item(module.SUPPORT, "cuda", getattr(module, reason))
+    Choices.forget()
+
+
+@contextmanager
+def cpu_tensors_taken():
+    """Inside, they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        answer_for_cpu_tensors(patch.setitem)
+        yield
     Choices.forget()

@@ -115,7 +115,7 @@ def test_cuda_kernels_are_told(built, monkeypatch):
 @pytest.mark.parametrize("nvcc", [None, "/usr/bin/nvcc"])
 def test_absent_cuda_kernels_are_a_fault_only_where_a_gpu_is(built, monkeypatch, nvcc, gpu):
     built(Extension(), cuda_missing="the CUDA extension was not built; `pip ...` builds it where nvcc is")
-    monkeypatch.setattr(diagnosis, "_nvcc", lambda: nvcc)
+    monkeypatch.setattr(diagnosis, "nvcc", lambda: nvcc)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     found = finding("CUDA kernels")
     why = "although nvcc is here" if nvcc else "and nvcc, which it needs, is not here"

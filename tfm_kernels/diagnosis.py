@@ -114,10 +114,10 @@ def _cuda_kernels() -> Finding:
     if extension is None:
         text = _library.cuda_missing.split(";")[0]
         if "not built" in text:
-            text += ", and nvcc, which it needs, is not here" if _nvcc() is None else ", although nvcc is here"
+            text += ", and nvcc, which it needs, is not here" if nvcc() is None else ", although nvcc is here"
         if not wanted:
-            return Finding("CUDA kernels", "note" if _nvcc() else "good", f"{text}; only a GPU needs it")
-        before = "" if _nvcc() else "   (after CUDA's toolkit is installed)"
+            return Finding("CUDA kernels", "note" if nvcc() else "good", f"{text}; only a GPU needs it")
+        before = "" if nvcc() else "   (after CUDA's toolkit is installed)"
         return Finding("CUDA kernels", "fault", text, rebuild_command() + before)
     info = extension.build_info()
     archs = " ".join(f"sm_{arch}" for arch in info["architectures"].split())
@@ -129,7 +129,8 @@ def _cuda_kernels() -> Finding:
     return Finding("CUDA kernels", "good", text)
 
 
-def _nvcc() -> str | None:
+def nvcc() -> str | None:
+    """Where CUDA's compiler is, found as setup.py finds it."""
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 

@@ -1,7 +1,7 @@
 """Compiles the machine that runs PTX (tests/ptx/machine), and csrc/cuda for it; ninja compiles only what changed."""
 
 import os
-import shutil
+import re
 import zlib
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tests import ninja
+from tfm_kernels import diagnosis
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((Path(__file__).resolve().parent / "machine").glob("*.cpp"))
@@ -30,7 +31,7 @@ CUDA_RULES = """\
 nvcc = {nvcc}
 torch = -isystem {torch}/include
 rule kernels
-  command = $nvcc -MMD -MF $out.d -std=c++20 -O3 -fmad=false -DNDEBUG -lineinfo --no-compress $
+  command = $nvcc -MMD -MF $out.d -std=c++20 {flags} -DNDEBUG -lineinfo --no-compress $
     -gencode=arch=compute_80,code=compute_80 -Xcompiler -fPIC,-fvisibility=hidden -c $in -o $out
   depfile = $out.d
   deps = gcc
@@ -49,13 +50,15 @@ rule link_cuda
 
 def build_cuda():
     """The shared library of csrc/cuda; None where nvcc is not."""
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    nvcc = diagnosis.nvcc()
     if nvcc is None:
         return None
+    flags = re.search(r'^NVCC_FLAGS = "(.*)"$', (ROOT / "setup.py").read_text(), re.MULTILINE)[1]
     cxx, here = os.environ.get("CXX", "c++"), Path(__file__).resolve().parent
     folder = ROOT / "build" / f"ptx-cuda-{zlib.crc32(f'{cxx} {nvcc} {torch.__version__}'.encode()):08x}"
     graph = RULES.format(cxx=cxx)
-    graph += CUDA_RULES.format(nvcc=nvcc, here=here, torch=find_spec("torch").submodule_search_locations[0])
+    place = find_spec("torch").submodule_search_locations[0]
+    graph += CUDA_RULES.format(nvcc=nvcc, flags=flags, here=here, torch=place)
     objects = {"runtime.o": f"host {here / 'cuda_runtime.cpp'}"}
     for source in sorted((ROOT / "csrc" / "cuda").glob("*.cu")):
         objects[f"{source.stem}.kernels.o"] = f"kernels {source}"

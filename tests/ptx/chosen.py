@@ -4,7 +4,9 @@ from collections import Counter
 
 import pytest
 
-from tests.cases import pairs_once
+from tests.cases import pairs_once, report_case
+
+NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 
 
 def marked_cases(ops, times=1):
@@ -28,3 +30,10 @@ def assert_every_level(marked, at_most):
     levels = lambda cases: {(name, str(level)) for case in cases for name, level in case.levels.items()}
     assert levels(quick) == levels(parameter.values[0] for parameter in marked)
     assert len(quick) <= at_most
+
+
+def assert_held(case, backend, machine):
+    """The contract, by kernels that the machine ran, where the case has anything to compute."""
+    report_case(case, backend).raise_broken()
+    empty = any(isinstance(level, tuple) and 0 in level for level in case.levels.values())
+    assert machine.launches or empty or case.levels.get("segments") in ("no_keys", "none")

@@ -5,8 +5,7 @@ import zlib
 import pytest
 
 from tests.compiled import pytest_pycollect_makemodule  # noqa: F401
-from tests.cuda_on_cpu import answer_for_cpu_tensors
-from tfm_kernels._backend import Choices
+from tests.cuda_on_cpu import cpu_tensors_taken
 
 
 @pytest.fixture(scope="session")
@@ -49,15 +48,13 @@ def gpu(machine, arch):
 
 
 @pytest.fixture
-def cuda(request, machine, cuda_of_session, monkeypatch):
+def cuda(machine, cuda_of_session):
     """csrc/cuda; backend="cuda" runs on it."""
     if cuda_of_session is None:
         pytest.skip("nvcc is not here")
-    answer_for_cpu_tensors(monkeypatch.setitem)
     cuda_of_session.begin(multiprocessors=1 + machine.seed % 4)
-    yield cuda_of_session
-    monkeypatch.undo()
-    Choices.forget()
+    with cpu_tensors_taken():
+        yield cuda_of_session
 
 
 @pytest.fixture(params=["triton", "cuda"])

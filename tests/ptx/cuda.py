@@ -40,10 +40,11 @@ class Cuda:
         self._library.cuda_begin.argtypes = [LAUNCHED, ctypes.c_int]
         self._launched = LAUNCHED(self._launch)
         self._programs = {}
-        # of tests' modules; the library knows newer ones
-        self._older = [
-            t for t in gc.get_objects() if type(t) is torch.Tensor and t.layout == torch.strided and t.is_cpu
-        ]
+        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.is_cpu]
+        self._kept = [
+            t for t in tensors if t.layout == torch.strided
+        ]  # of tests' modules; the library knows newer ones
+        self._older = storages(self._kept)
         self.machine = machine
         self.begin()
 
@@ -63,7 +64,7 @@ class Cuda:
         """(first, last) of each tensor that one of the words points into."""
         words, newer = memoryview(parameters).cast("Q"), (ctypes.c_uint64 * 2)()
         found = {tuple(newer) for word in words if self._library.cuda_memory(word, newer)}
-        found |= {(first, last) for first, last in storages(self._older) if any(first <= word < last for word in words)}
+        found |= {(first, last) for first, last in self._older if any(first <= word < last for word in words)}
         return sorted(found)
 
     def _launch(self, module, name, grid, threads, shared, arguments):

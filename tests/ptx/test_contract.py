@@ -2,10 +2,8 @@
 
 import pytest
 
-from tests.cases import report_case
-from tests.ptx.chosen import assert_every_level, marked_cases
+from tests.ptx.chosen import NORMS, assert_every_level, assert_held, marked_cases
 
-NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 FAMILIES = {  # the ops of each -> how often its quick cases have every level
     NORMS: 1, ("attention",): 2, ("attention_varlen",): 1, ("ffn",): 2, ("linear_cross_entropy",): 1, ("rotary",): 1,
 }  # fmt: skip
@@ -13,21 +11,15 @@ HOPPER = [case for ops, times in FAMILIES.items() for case in marked_cases(ops, 
 AMPERE = [case for ops in (("attention",), ("ffn",), NORMS) for case in marked_cases(ops)]
 
 
-def held(case, machine):
-    report_case(case, "triton").raise_broken()
-    empty = any(isinstance(level, tuple) and 0 in level for level in case.levels.values())
-    assert machine.launches or empty or case.levels.get("segments") in ("no_keys", "none")
-
-
 @pytest.mark.parametrize("case", HOPPER)
 def test_hopper(case, gpu):
-    held(case, gpu)
+    assert_held(case, "triton", gpu)
 
 
 @pytest.mark.parametrize("arch", [80])
 @pytest.mark.parametrize("case", AMPERE)
 def test_ampere(case, gpu):
-    held(case, gpu)
+    assert_held(case, "triton", gpu)
 
 
 def test_cases_have_every_level():

@@ -5,6 +5,13 @@ import torch
 
 import tfm_kernels as tfk
 
+ATTENTION = ("attention_fwd_kernel", "attention_bwd_keys_kernel", "attention_bwd_queries_kernel")
+
+
+def heads(width):
+    """q, k and v that lie token by token."""
+    return (torch.randn(1, 256, 2, width, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
+
 
 def traffic(machine, call):
     """Kernel -> Traffic of the launches of a call, forward and, where it has one, backward."""
@@ -46,10 +53,9 @@ def test_sums_of_long_rows(dtype, cuda):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_attention(width, machine, backend):
-    """Of heads that lie token by token."""
-    q, k, v = (torch.randn(1, 256, 2, width, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
+    q, k, v = heads(width)
     found = traffic(machine, lambda: tfk.ops.attention(q, k, v, tfk.Mask.causal(), dropout_p=0.1, backend=backend))
-    for name in ("attention_fwd_kernel", "attention_bwd_keys_kernel", "attention_bwd_queries_kernel"):
+    for name in ATTENTION:
         assert_little_is_lost(name, found[name])
 
 
@@ -60,10 +66,10 @@ def test_attention(width, machine, backend):
 )
 def test_attention_with_bias(width, dtype, arch, gpu):
     """A bias with a gradient, of the type of the heads or float32."""
-    q, k, v = (torch.randn(1, 256, 2, width, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
+    q, k, v = heads(width)
     bias = torch.randn(1, 2, 256, 256, dtype=dtype).requires_grad_()
     found = traffic(gpu, lambda: tfk.ops.attention(q, k, v, bias=bias, backend="triton"))
-    for name in ("attention_fwd_kernel", "attention_bwd_keys_kernel", "attention_bwd_queries_kernel"):
+    for name in ATTENTION:
         assert_little_is_lost(name, found[name])
 
 

@@ -4,8 +4,7 @@ import zlib
 
 import pytest
 
-from tests.cuda_on_cpu import answer_for_cpu_tensors
-from tfm_kernels._backend import Choices
+from tests.cuda_on_cpu import cpu_tensors_taken
 
 from .build import build
 from .library import Simt
@@ -17,11 +16,9 @@ def library():
 
 
 @pytest.fixture(autouse=True)
-def simt(request, library, monkeypatch):
+def simt(request, library):
     """Inside, backend="cuda" runs on CPU tensors, under a schedule of the test's own."""
-    answer_for_cpu_tensors(monkeypatch.setitem)
     seed = zlib.crc32(request.node.name.encode())
     library.configure(seed, multiprocessors=1 + seed % 4, resident=1 + seed % 3)
-    yield library
-    monkeypatch.undo()
-    Choices.forget()
+    with cpu_tensors_taken():
+        yield library

@@ -95,28 +95,29 @@ def keep_tile(seed_ptr, rows, first, last_dropped, BLOCK_M: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def sum_of_rows(t, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_N,) sums of the rows of a tile (BLOCK_M, BLOCK_N): one half added to the other, until one row is left.
+def rows_joined(t, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LARGEST: tl.constexpr):
+    """(BLOCK_N,) sums, or the LARGEST, of the columns of a tile: half joined to half, until one row is left.
 
     tl.sum would send them through shared memory a column at a time, where up to 32 lanes of a warp meet in one bank;
     before a tile is split its layout changes, by words of different banks.
     """
     half: tl.constexpr = BLOCK_M // 2
     if BLOCK_M == 1:
-        total = tl.reshape(t, (BLOCK_N,))
+        joined = tl.reshape(t, (BLOCK_N,))
     else:
         upper, lower = tl.split(tl.permute(tl.reshape(t, (2, half, BLOCK_N)), (1, 2, 0)))
-        total = sum_of_rows(upper + lower, half, BLOCK_N)
-    return total
+        both = tl.maximum(upper, lower) if LARGEST else upper + lower
+        joined = rows_joined(both, half, BLOCK_N, LARGEST)
+    return joined
+
+
+@triton.jit
+def sum_of_rows(t, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_N,) sums of the columns of a tile."""
+    return rows_joined(t, BLOCK_M, BLOCK_N, False)
 
 
 @triton.jit
 def max_of_rows(t, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_N,) of the largest of each column of a tile (BLOCK_M, BLOCK_N), by halves as sum_of_rows; drops NaN."""
-    half: tl.constexpr = BLOCK_M // 2
-    if BLOCK_M == 1:
-        most = tl.reshape(t, (BLOCK_N,))
-    else:
-        upper, lower = tl.split(tl.permute(tl.reshape(t, (2, half, BLOCK_N)), (1, 2, 0)))
-        most = max_of_rows(tl.maximum(upper, lower), half, BLOCK_N)
-    return most
+    """(BLOCK_N,) of the largest of each column of a tile; drops NaN."""
+    return rows_joined(t, BLOCK_M, BLOCK_N, True)

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <random>
-#include <tuple>
 
 namespace ptx {
 namespace {
@@ -56,14 +55,8 @@ void meet(std::vector<Warp>& warps) {
     votes |= w.votes;
     known.insert(known.end(), w.knows.begin(), w.knows.end());
   }
-  std::sort(known.begin(), known.end(), [](const Past& a, const Past& b) {
-    return std::tie(a.first, a.last, a.warp) < std::tie(b.first, b.last, b.warp);
-  });
-  known.erase(std::unique(known.begin(), known.end(),
-                          [](const Past& a, const Past& b) {
-                            return a.first == b.first && a.last == b.last && a.warp == b.warp;
-                          }),
-              known.end());
+  std::sort(known.begin(), known.end());
+  known.erase(std::unique(known.begin(), known.end()), known.end());
   for (Warp& w : warps) {
     if (w.vote_to != kNowhere) w.predicate(w.vote_to) = votes ? kAll : 0;
     w.vote_to = kNowhere;

@@ -8,6 +8,7 @@
 // matrix.cpp).
 #pragma once
 #include <bit>
+#include <compare>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -101,6 +102,7 @@ struct Touches {  // zeros, of which the system brings those that are used
 // or (kNowhere) of all of a block.
 struct Past {
   uint32_t first, last, warp;
+  auto operator<=>(const Past&) const = default;
 };
 
 struct Range {           // of global memory

@@ -38,11 +38,12 @@ void touch(Warp& w, Touch& t, Access access, uint32_t line, uint32_t first, bool
     fault("touches what a copy under way will write");
   }
   if (t.wrote >= first) {
+    const bool atomics = access == Access::atomic && t.atomic;  // which have an order of their own
     if (t.wrote == now ? t.writer != w.index && !same
                        : t.wrote < m.block_first && !w.comes_after(t.wrote, 1u << t.writer))
-      if (access != Access::atomic || !t.atomic) fault("races with a write");
+      if (!atomics) fault("races with a write");
     if (t.wrote == now && t.writer == w.index && !same && other(t.wrote_lane, t.wrote_step) &&
-        (access != Access::atomic || !t.atomic))
+        !atomics)
       fault("races with a write of another lane");
     // a fence has to stand between: of the one that wrote, before the barrier, or of this one after
     // it
