@@ -81,6 +81,9 @@ INTEGERS = {
         lambda x: torch.where(x < 0, 1, 2)
     ),
     "setp.eq.s32 %p1, %r1, 40;\n bar.red.or.pred %p2, 0, %p1;\n selp.b32 %r4, 1, 2, %p2": lambda x: 0 * x + 1,
+    "{ .reg .b64 product; mul.wide.u32 product, %r3, -3; mov.b64 {_, %r4}, product; }\n mov.b32 %r4, %r4": (
+        lambda x: unsigned(x) + (-3 * unsigned(x) >> 32)
+    ),
     "prmt.b32 %r4, %r3, 0, 0x3214U": lambda x: x & -256,
     "lop3.b32 %r4, %r3, 0xff, 0xf, 0x96": lambda x: x ^ 0xFF ^ 0xF,
     "mov.b32 %r5, 0x00017fff;\n add.s16x2 %r4, %r3, %r5": lambda x: (x >> 16) + 1 << 16 | (x + 0x7FFF & 0xFFFF),

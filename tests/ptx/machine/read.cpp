@@ -178,14 +178,17 @@ struct Reader {
   }
 
   void line_of_code(const std::string& text) {
-    if (text[0] == '.') return directive(text);
-    if (names.scopes.empty()) return;
-    if (text.back() == ':') {
-      names.labels[text.substr(0, text.size() - 1)] = static_cast<int>(program.code.size());
-      return;
+    for (const std::string& one : split(text, ';')) {
+      if (one.empty()) continue;
+      if (one[0] == '.')
+        directive(one);
+      else if (names.scopes.empty())
+        return;
+      else if (one.back() == ':')
+        names.labels[one.substr(0, one.size() - 1)] = static_cast<int>(program.code.size());
+      else
+        statement(one);
     }
-    for (const std::string& one : split(text, ';'))
-      if (!one.empty()) statement(one);
   }
 };
 
