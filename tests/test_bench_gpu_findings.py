@@ -349,7 +349,7 @@ def test_the_norms_cases_reach_every_launch():
 
     def launches(width, rows, aligned):
         backward = layer_norm_bwd.pick_config(rows, width, aligned, (9, 0))
-        return layer_norm_fwd.pick_config(width), backward, width > backward.block_n
+        return layer_norm_fwd.pick_config(width, aligned, torch.bfloat16), backward, width > backward.block_n
 
     every = {launches(width, 10**6, aligned) for width in range(1, 65537, 3) for aligned in (width % 8 == 0, False)}
     cases = [case.levels for case in NORMS.cases() if case.levels["layout"] == "contiguous"]

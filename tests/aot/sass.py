@@ -17,7 +17,7 @@ FUSED = ("FFMA", "FFMA2")  # without them; sm_100 multiplies pairs
 COUNTED = ("LDL", "STL", *MATRIX, "LDG", "STG", "LDGSTS", "ATOM", "ATOMG", "RED")
 
 
-def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=None):
+def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=None, fused=False):
     """The kernel as the launchers compile it: no argument is specialised, multiplications and sums are not fused.
 
     Args:
@@ -31,7 +31,7 @@ def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=Non
     signature = {name: "constexpr" if types.get(name) is None else types[name] for name in names}
     constants = {(names.index(name),): constexprs.get(name) for name in names if signature[name] == "constexpr"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
-    options = {"num_warps": num_warps, "enable_fp_fusion": False, "maxnreg": max_registers}
+    options = {"num_warps": num_warps, "enable_fp_fusion": fused, "maxnreg": max_registers}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 import triton
 
 from tests.aot.sass import compile_kernel, figures
@@ -58,7 +59,7 @@ def _types(kernel, dtype, absent):
 
 
 def _forward(width, dtype, features, aligned, arch):
-    config = layer_norm_fwd.pick_config(width)
+    config = layer_norm_fwd.pick_config(width, aligned, torch.float32 if dtype == "fp32" else torch.bfloat16)
     walked = width > config.block_n
     kernel = layer_norm_fwd.layer_norm_fwd_walk_kernel if walked else layer_norm_fwd.layer_norm_fwd_kernel
     absent = () if features == "full" else ("residual_ptr", "z_ptr", "seed_ptr", "rows_ptr")
@@ -66,7 +67,7 @@ def _forward(width, dtype, features, aligned, arch):
     launch = f"{config.block_m}x{config.block_n} {config.num_warps} warps"
     return f"layer_norm_fwd{'_walk' * walked} {launch}", {
         "kernel": kernel, "types": _types(kernel, dtype, absent), "constexprs": constexprs, "arch": arch,
-        "num_warps": config.num_warps,
+        "num_warps": config.num_warps, "fused": True, "max_registers": config.max_registers,
     }  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def _backward(width, dtype, features, aligned, arch):
     launch = f"{config.block_m}x{config.block_n} {config.num_warps} warps {config.num_stages} stages"
     return f"layer_norm_bwd{'_walk' * walked} {launch}", {
         "kernel": kernel, "types": _types(kernel, dtype, absent), "constexprs": constexprs, "arch": arch,
-        "num_warps": config.num_warps, "max_registers": layer_norm_bwd.MAX_REGISTERS if aligned else None,
+        "num_warps": config.num_warps, "fused": True, "max_registers": config.max_registers,
     }  # fmt: skip
 
 

@@ -9,8 +9,9 @@ QUICK = [name for name in ENTRIES if name.startswith("sm_90") and "unaligned" no
 def fits(name, entry, found):
     """No byte of stack in any kernel, and registers for as many programs as the launch plans."""
     assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
-    if "layer_norm_bwd " in name and " 8 warps" in name and "unaligned" not in name:
-        assert found["registers"] <= 128, f"{name}: two programs do not fit: {found}"
+    if "layer_norm_bwd " in name and "unaligned" not in name:
+        limit = 168 if " 4 warps" in name else 128
+        assert found["registers"] <= limit, f"{name}: the programs planned do not fit: {found}"
     if "2 stages" in name:
         assert found["LDGSTS"] > 0, f"{name} does not ask for the next rows ahead"
     plan.keeps_to_registers(name, found)

@@ -48,8 +48,8 @@ def test_there_are_enough_cases():
 @pytest.mark.parametrize("block_n, width", [(64, 129), (64, 136), (256, 200)])
 def test_walks_and_shared_rows(block_n, width, dtype, monkeypatch):
     """Long rows in pieces, many rows to one program: by small launches, since the interpreter is slow."""
-    forward = layer_norm_fwd.Config(1 if block_n < width else 2, block_n, num_warps=1)
-    backward = layer_norm_bwd.Config(forward.block_m, block_n, num_warps=1, num_stages=2, programs=3)
+    forward = layer_norm_fwd.Config(1 if block_n < width else 2, block_n, num_warps=1, max_registers=None)
+    backward = layer_norm_bwd.Config(forward.block_m, block_n, 1, num_stages=2, programs=3, max_registers=None)
     monkeypatch.setattr(layer_norm_fwd, "pick_config", lambda *_: forward)
     monkeypatch.setattr(layer_norm_bwd, "pick_config", lambda *_: backward)
     for op, inputs in calls(width, dtype, rows=7):

@@ -22,7 +22,7 @@ def randn(*shape, dtype=torch.float32, seed=0):
 def test_no_byte_outside(shape, block_n, dtype, monkeypatch):
     """Every argument and every result ends at a protected page."""
     if block_n is not None:  # walks of long rows
-        forward, backward = (layer_norm_fwd.Config(1, 64, 1), layer_norm_bwd.Config(1, 64, 1, 2, 3))
+        forward, backward = (layer_norm_fwd.Config(1, 64, 1, None), layer_norm_bwd.Config(1, 64, 1, 2, 3, None))
         monkeypatch.setattr(layer_norm_fwd, "pick_config", lambda *_: forward)
         monkeypatch.setattr(layer_norm_bwd, "pick_config", lambda *_: backward)
     empty, zeros = torch.empty, torch.zeros

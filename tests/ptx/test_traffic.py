@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
+from tfm_kernels.triton.layer_norm_bwd import pick_config
 
 ATTENTION = ("attention_fwd_kernel", "attention_bwd_keys_kernel", "attention_bwd_queries_kernel")
 
@@ -49,6 +50,19 @@ def test_norms(width, dtype, machine, backend, rows=300):
 def test_sums_of_long_rows(dtype, cuda):
     """csrc/cuda keeps them in memory; Triton's, of two instructions a pack, ask for a sector twice."""
     test_norms(16384, dtype, cuda.machine, "cuda", rows=40)
+
+
+@pytest.mark.parametrize("width, most", [(512, (17, 21)), (1024, (18, 23)), (4096, (19, 23))])
+def test_instructions_of_norms(width, most, gpu):
+    """What a GPU's schedulers can issue while its memory moves an element of 16 bits is some 27, backward 41."""
+    found, weight = [], torch.randn(width, dtype=torch.bfloat16).requires_grad_()
+    rows = pick_config(10**6, width, True, (9, 0)).programs * max(1, 2048 // width)
+    for times in (1, 2):
+        x = torch.randn(times * rows, width, dtype=torch.bfloat16).requires_grad_()
+        counted = traffic(gpu, lambda x=x: tfk.ops.layer_norm(x, weight, weight, backend="triton"))
+        found.append([counted[f"layer_norm_{direction}_kernel"].issued for direction in ("fwd", "bwd")])
+    each = [32 * (twice - once) / (rows * width) for once, twice in zip(*found, strict=True)]
+    assert all(0 < issued <= limit for issued, limit in zip(each, most, strict=True)), each
 
 
 @pytest.mark.parametrize("width", [64, 128])

@@ -195,10 +195,12 @@ def finish(acc, sums, tops, unit, keep_scale):
 
 
 @triton.jit
-def kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def kept_tile(
+    seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FRUGAL: tl.constexpr
+):
     """(BLOCK_M, BLOCK_N) bool of dropout; ``first_row`` is the number of the head's row 0 in the random rule."""
     rows = first_row + m0 + tl.arange(0, BLOCK_M)
-    return keep_tile(seed_ptr, rows, n0, last_dropped, BLOCK_M, BLOCK_N)
+    return keep_tile(seed_ptr, rows, n0, last_dropped, BLOCK_M, BLOCK_N, FRUGAL)
 
 
 @triton.jit

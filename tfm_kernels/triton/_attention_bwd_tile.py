@@ -70,7 +70,8 @@ def gradient_tile(
     hidden = x == float("-inf")
     dropped = p
     if seed_ptr is not None:
-        kept = kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N)
+        # dk and dv leave few registers
+        kept = kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N, TRANSPOSED)
         if TRANSPOSED:
             kept = tl.trans(kept)
         dropped = tl.where(kept, p * keep_scale, 0.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def tile(ptr, row_offsets, offs_n, ALIGNED: tl.constexpr):
@@ -77,21 +79,68 @@ def load_row_numbers(rows_ptr, offs_m, M):
 
 
 @triton.jit
-def keep_tile(seed_ptr, rows, first, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def wide_product(factor: tl.constexpr, t):
+    """(upper, lower) halves, uint32, of the product of a constant and a uint32 tensor, by one instruction."""
+    if INTERPRETED:
+        product = t.to(tl.uint64) * factor
+        upper, lower = (product >> 32).to(tl.uint32), (product & 0xFFFFFFFF).to(tl.uint32)
+    else:  # of a product of uint64 the compiler makes more than this
+        upper, lower = tl.inline_asm_elementwise(
+            "{ .reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$1, $0}, product; }", "=r,=r,r,n",
+            (t, factor), dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return upper, lower
+
+
+@triton.jit
+def philox(seed, c0, c1, c2, c3):
+    """Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011): four uint32 draws for each counter and an int64 seed.
+
+    tl.philox takes two multiplications for a product, and fewer registers.
+    """
+    seed = seed.to(tl.uint64, bitcast=True)
+    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        upper0, lower0 = wide_product(0xD2511F53, c0)
+        upper2, lower2 = wide_product(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = upper2 ^ c1 ^ k0, lower2, upper0 ^ c3 ^ k1, lower0
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def keep_blocks(seed_ptr, rows, blocks, last_dropped, FRUGAL: tl.constexpr = False):
+    """(..., 2, 2) bool, True = kept, of four columns each, for row numbers (int64) and blocks, which are column / 4.
+
+    Both broadcast to (...). ``last_dropped`` is ceil(p * 2**32) - 1 - 2**31, which is an int32 for every p > 0.
+    FRUGAL: with as few registers as can be, by more instructions.
+    """
+    seed = tl.load(seed_ptr)
+    c0 = (blocks + tl.zeros_like(rows).to(tl.int32)).to(tl.uint32)
+    c1, c2, c3 = (rows & 0xFFFFFFFF).to(tl.uint32), ((rows >> 32) & 0xFFFFFFFF).to(tl.uint32), tl.zeros_like(c0)
+    # (w0, w2) x (w1, w3) gives w0, w1, w2, w3 along the columns
+    if FRUGAL:
+        w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3, 10)
+        draws = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        keep = (draws ^ 0x80000000).to(tl.int32, bitcast=True) > last_dropped
+    else:
+        w0, w1, w2, w3 = philox(seed, c0, c1, c2, c3)
+        draws = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        keep = draws > (last_dropped ^ -0x80000000).to(tl.uint32, bitcast=True)
+    return keep
+
+
+@triton.jit
+def keep_tile(
+    seed_ptr, rows, first, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FRUGAL: tl.constexpr = False
+):
     """(BLOCK_M, BLOCK_N) bool, True = kept, for row numbers ``rows`` (BLOCK_M,) int64 and columns first + 0, 1, ...
 
-    ``first`` must be a multiple of 4. ``last_dropped`` is ceil(p * 2**32) - 1 - 2**31, which is an int32 for every
-    p > 0: draws are compared as signed numbers after their upper bit is flipped.
+    ``first`` must be a multiple of 4; ``last_dropped`` and FRUGAL are keep_blocks()'s.
     """
     blocks = first // 4 + tl.arange(0, BLOCK_N // 4)
-    c0 = (tl.zeros((BLOCK_M, BLOCK_N // 4), tl.int32) + blocks[None, :]).to(tl.uint32)
-    c1 = (rows & 0xFFFFFFFF).to(tl.uint32)[:, None]
-    c2 = ((rows >> 32) & 0xFFFFFFFF).to(tl.uint32)[:, None]
-    c3 = tl.zeros((BLOCK_M, BLOCK_N // 4), tl.uint32)
-    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), c0, c1, c2, c3, 10)
-    # (w0, w2) x (w1, w3) gives w0, w1, w2, w3 along the columns
-    draws = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
-    return (draws ^ 0x80000000).to(tl.int32, bitcast=True) > last_dropped
+    return keep_blocks(seed_ptr, rows[:, None], blocks[None, :], last_dropped, FRUGAL).reshape(BLOCK_M, BLOCK_N)
 
 
 @triton.jit

@@ -85,7 +85,8 @@ def meet(
     )  # fmt: skip
     p, sums, tops, decay = weigh(x, sums, tops, step, not MASKED and bias_ptr is None)
     if seed_ptr is not None:
-        p = tl.where(kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N), p, 0.0)
+        FRUGAL: tl.constexpr = BLOCK_D == 256  # which leaves no registers
+        p = tl.where(kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N, FRUGAL), p, 0.0)
     v = load_rows(v_ptr, n0, begin, end, v_stride_t, DV, BLOCK_N, BLOCK_D, MASKED)
     if CAREFUL:
         seen = tl.max((x != float("-inf")).to(tl.int32), 0)

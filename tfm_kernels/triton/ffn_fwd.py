@@ -96,7 +96,8 @@ def finish(
         h *= g
     if seed_ptr is not None:
         row_numbers = load_row_numbers(rows_ptr, offs_m, M)
-        keep = keep_tile(seed_ptr, row_numbers, first, last_dropped, BLOCK_M, BLOCK_N)
+        # programs that share a multiprocessor leave no registers
+        keep = keep_tile(seed_ptr, row_numbers, first, last_dropped, BLOCK_M, BLOCK_N, True)
         h = tl.where(keep, h * scale, 0.0)  # a dropped inf or NaN is dropped, not multiplied
     store_strided(h, hidden_ptr, offs_m, first, M, F, F.to(tl.int64), BLOCK_N, ALIGNED)
 

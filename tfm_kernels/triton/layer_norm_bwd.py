@@ -21,13 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _launch
-from ._tile import keep_tile, load_columns, load_row_numbers, load_tile, store_tile, sum_of_rows
+from ._tile import inside, keep_blocks, load_row_numbers, load_tile, sum_of_rows
 
 MAX_FEATURES = 65536
 # As in layer_norm_fwd: compilations for one combination of storage types and of optional arguments, all shapes:
 # nine launches of aligned rows, eight of others, and the second launch.
 MAX_COMPILATIONS = 18
-MAX_REGISTERS = 128  # of aligned rows: two programs of 8 warps fit a multiprocessor, or one of 16
 SUM_BLOCK_M, SUM_BLOCK_N = 32, 64  # partial sums that a program of the second launch adds up at once
 
 
@@ -41,6 +40,7 @@ class Config:
         num_warps: warps of one program.
         num_stages: 2 asks for the next rows while these are computed, by copies to shared memory.
         programs: how many programs share the rows; each leaves one row of partial sums.
+        max_registers: of a thread; None: what the compiler takes.
     """
 
     block_m: int
@@ -48,27 +48,32 @@ class Config:
     num_warps: int
     num_stages: int
     programs: int
+    max_registers: int | None
 
 
 def pick_config(rows: int, features: int, aligned: bool, capability: tuple[int, int]) -> Config:
     """The launch for ``rows`` rows of ``features`` features on a GPU of this compute capability.
 
-    A program holds 2048 elements, 8 a thread, and as many partial sums: at most 128 registers a thread, so that two
-    programs fit on a multiprocessor (tests/aot/layer_norm.json). Longer rows get 16 warps, one program to each. Rows
-    that are not ``aligned`` are read element by element, which takes registers: half as many, not asked for ahead.
+    A thread holds 16 elements of a row, or fewer, and their partial sums: in 168 registers of 4 warps, of which three
+    programs fit on a multiprocessor, or in 128 of 8 or 16 (tests/aot/layer_norm.json). Rows that are not ``aligned``
+    are read element by element, which takes registers: half as many or fewer, not asked for ahead.
     """
     multiprocessors = _launch.MULTIPROCESSORS.get(capability[0], 132)
+    block_n = max(64, triton.next_power_of_2(features))
     if features > (8192 if aligned else 4096):
-        config = Config(block_m=1, block_n=4096, num_warps=16, num_stages=1, programs=multiprocessors)
+        config = Config(1, 4096, num_warps=16, num_stages=1, programs=multiprocessors, max_registers=128)
+    elif features > (4096 if aligned else 2048):
+        config = Config(1, block_n, num_warps=16, num_stages=2, programs=multiprocessors, max_registers=128)
+    elif not aligned:
+        block_m = max(1, 1024 // block_n)
+        config = Config(block_m, block_n, num_warps=8, num_stages=1, programs=2 * multiprocessors, max_registers=None)
     elif features > 2048:
-        block_n = triton.next_power_of_2(features)
-        config = Config(block_m=1, block_n=block_n, num_warps=16, num_stages=2, programs=multiprocessors)
+        config = Config(1, block_n, num_warps=8, num_stages=2, programs=2 * multiprocessors, max_registers=128)
     else:
-        block_n = max(64, triton.next_power_of_2(features))
-        block_m = max(1, (2048 if aligned else 1024) // block_n)
-        config = Config(block_m, block_n, num_warps=8, num_stages=2, programs=2 * multiprocessors)
+        block_m, programs = 2048 // block_n, 3 * multiprocessors
+        config = Config(block_m, block_n, num_warps=4, num_stages=2, programs=programs, max_registers=168)
     if not aligned:
-        config = replace(config, num_stages=1)
+        config = replace(config, num_stages=1, max_registers=None)
     return replace(config, programs=max(1, min(config.programs, triton.cdiv(rows, config.block_m))))
 
 
@@ -81,41 +86,85 @@ _RUNTIME = (
 
 @triton.jit
 def load_statistics(mean_ptr, rstd_ptr, offs_m, M, BLOCK_M: tl.constexpr):
-    """(BLOCK_M, 1) each: mean, 0 for RMSNorm, and rstd."""
+    """(BLOCK_M,) each: mean, 0 for RMSNorm, and rstd."""
     mean = tl.zeros((BLOCK_M,), tl.float32)
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + offs_m, mask=offs_m < M, other=0.0)
-    return mean[:, None], tl.load(rstd_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
+    return mean, tl.load(rstd_ptr + offs_m, mask=offs_m < M, other=0.0)
 
 
 @triton.jit
-def load_xhat(
-    z_ptr, mean, rstd, offs_m, first, M, N, z_stride_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) float32 of (z - mean) rstd; in columns that do not exist finite, or NaN as the row is.
-
-    There it meets a g of 0; where mean rstd is inf, the product would be NaN. xhat itself is sqrt(N) at most.
+def columns(first, PARTS: tl.constexpr, RUN: tl.constexpr):
+    """(1, PARTS, RUN): first + 0, 1, ... A tile is (BLOCK_M, PARTS, RUN), so that warps are dealt to rows before parts
+    and a thread's packs are of one row.
     """
-    z = load_tile(z_ptr, offs_m, first, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-    xhat = tl.maximum((z - mean) * rstd, -65536.0, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(xhat, 65536.0, propagate_nan=tl.PropagateNan.ALL)
+    return first + (tl.arange(0, PARTS) * RUN)[None, :, None] + tl.arange(0, RUN)[None, None, :]
+
+
+@triton.jit
+def by_row(t):
+    """(BLOCK_M, 1, 1) of (BLOCK_M,), by the way back that row_sums came."""
+    return tl.expand_dims(tl.expand_dims(t, 1), 1)
+
+
+@triton.jit
+def place(ptr, offs_m, offs_n, M, N, stride_m, ALIGNED: tl.constexpr):
+    """Pointers to a tile of rows offs_m (int64) and columns(), and which of it exists."""
+    ptrs = ptr + by_row(offs_m * stride_m) + offs_n
+    if ALIGNED:
+        ptrs = tl.multiple_of(ptrs, (1, 1, 16))
+    return ptrs, by_row(offs_m < M) & inside(offs_n, N, ALIGNED)
+
+
+@triton.jit
+def load(ptr, offs_m, offs_n, M, N, stride_m, ALIGNED: tl.constexpr):
+    """A tile in float32; 0 where there are no rows or columns."""
+    ptrs, mask = place(ptr, offs_m, offs_n, M, N, stride_m, ALIGNED)
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(value, ptr, offs_m, offs_n, M, N, ALIGNED: tl.constexpr):
+    """Writes a tile of a contiguous (M, N), rounded once to its type."""
+    ptrs, mask = place(ptr, offs_m, offs_n, M, N, N, ALIGNED)
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def row_sums(t):
+    """(BLOCK_M,) sums of a tile's rows, a thread's own parts first."""
+    return tl.sum(tl.sum(t, 1), 1)
+
+
+@triton.jit
+def column_sums(t, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, RUN: tl.constexpr):
+    """(PARTS * RUN,) sums of a tile's columns."""
+    return sum_of_rows(t.reshape(BLOCK_M, PARTS * RUN), BLOCK_M, PARTS * RUN)
+
+
+@triton.jit
+def gradient(g, centred, rstd, dot, offset):
+    """LN.4 but for dz, by two multiply-adds an element: ``dot`` is the mean of g (z - mean), ``offset`` that of g."""
+    return g * by_row(rstd) - (centred * by_row(dot * rstd * rstd * rstd) + by_row(offset * rstd))
 
 
 @triton.jit
 def store_gradients(
     dz, dz_ptr, dx_ptr, dresidual_ptr, seed_ptr, rows_ptr, offs_m, first, M, N, dz_stride_m, scale, last_dropped,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, RUN: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """LN.4's last term and LN.6: adds the gradient of z itself, writes dresidual and dx."""
+    offs_n = columns(first, PARTS, RUN)
     if dz_ptr is not None:
-        dz += load_tile(dz_ptr, offs_m, first, M, N, dz_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
+        dz += load(dz_ptr, offs_m, offs_n, M, N, dz_stride_m, ALIGNED)
     if seed_ptr is not None:
-        store_tile(dz, dresidual_ptr, offs_m, first, M, N, BLOCK_M, BLOCK_N, ALIGNED)
-        row_numbers = load_row_numbers(rows_ptr, offs_m, M)
-        keep = keep_tile(seed_ptr, row_numbers, first, last_dropped, BLOCK_M, BLOCK_N)
-        dz = tl.where(keep, dz * scale, 0.0)
-    store_tile(dz, dx_ptr, offs_m, first, M, N, BLOCK_M, BLOCK_N, ALIGNED)
+        store(dz, dresidual_ptr, offs_m, offs_n, M, N, ALIGNED)
+        row_numbers = by_row(load_row_numbers(rows_ptr, offs_m, M))
+        # where no registers are left (tests/aot/layer_norm.json), or memory is waited for
+        FRUGAL: tl.constexpr = PARTS * RUN <= 512 or dx_ptr.dtype.element_ty != tl.bfloat16
+        keep = keep_blocks(seed_ptr, row_numbers, columns(first // 4, PARTS, RUN // 4), last_dropped, FRUGAL)
+        dz = tl.where(keep.reshape(BLOCK_M, PARTS, RUN), dz * scale, 0.0)
+    store(dz, dx_ptr, offs_m, offs_n, M, N, ALIGNED)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -125,36 +174,46 @@ def layer_norm_bwd_kernel(
     divisor, scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows that stay in registers, N <= BLOCK_N; dweight_ptr and dbias_ptr are (programs, N)."""
-    if weight_ptr is not None:
-        weight = load_columns(weight_ptr, 0, N, BLOCK_N, ALIGNED)
-    dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for group in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+    """Rows that stay in registers, N <= BLOCK_N; dweight_ptr and dbias_ptr are (programs, N).
+
+    What columns that do not exist hold meets what others do in row_sums alone, where their g of 0 meets z - mean, which
+    is finite as xhat need not be.
+    """
+    # packs of 16 bytes of a thread's 16 elements, where a part of a row has 128 bytes: all banks of shared memory
+    PARTS: tl.constexpr = z_ptr.dtype.element_ty.primitive_bitwidth // (16 if BLOCK_N == 64 else 8) if ALIGNED else 1
+    RUN: tl.constexpr = BLOCK_N // PARTS
+    offs_n = columns(0, PARTS, RUN)
+    if weight_ptr is not None:  # as a tile, which lies as the others do
+        weight = load(weight_ptr, tl.zeros((BLOCK_M,), tl.int64), offs_n, 1, N, 0, ALIGNED)
+    dweight = tl.zeros((BLOCK_M, PARTS, RUN), tl.float32)
+    dbias = tl.zeros((BLOCK_M, PARTS, RUN), tl.float32)
+    groups, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(0)
+    # what does not change from group to group stays in the loop, for its registers
+    for group in tl.range(tl.program_id(0), groups, programs, num_stages=STAGES, disable_licm=True):
         offs_m = (tl.zeros((BLOCK_M,), tl.int64) + group) * BLOCK_M + tl.arange(0, BLOCK_M)
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, offs_m, M, BLOCK_M)
-        g = load_tile(dy_ptr, offs_m, 0, M, N, dy_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-        xhat = load_xhat(z_ptr, mean, rstd, offs_m, 0, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
+        g = load(dy_ptr, offs_m, offs_n, M, N, dy_stride_m, ALIGNED)
+        centred = load(z_ptr, offs_m, offs_n, M, N, z_stride_m, ALIGNED) - by_row(mean)
         if dweight_ptr is not None:
-            dweight += g * xhat
+            dweight += g * by_row(rstd) * centred
         if dbias_ptr is not None:
             dbias += g
         if weight_ptr is not None:
             g *= weight
-        along = tl.sum(g * xhat, 1) / divisor
-        dz = g - xhat * along[:, None]
+        dot = row_sums(g * centred) / divisor
+        offset = tl.zeros((BLOCK_M,), tl.float32)
         if mean_ptr is not None:
-            dz -= (tl.sum(g, 1) / N)[:, None]
+            offset = row_sums(g) / N
         store_gradients(
-            dz * rstd, dz_ptr, dx_ptr, dresidual_ptr, seed_ptr, rows_ptr, offs_m, 0, M, N, dz_stride_m, scale,
-            last_dropped, BLOCK_M, BLOCK_N, ALIGNED,
+            gradient(g, centred, rstd, dot, offset), dz_ptr, dx_ptr, dresidual_ptr, seed_ptr, rows_ptr, offs_m, 0, M, N,
+            dz_stride_m, scale, last_dropped, PARTS, BLOCK_M, RUN, ALIGNED,
         )  # fmt: skip
     offs_n = tl.arange(0, BLOCK_N)
     partial = tl.program_id(0).to(tl.int64) * N + offs_n
     if dweight_ptr is not None:
-        tl.store(dweight_ptr + partial, sum_of_rows(dweight, BLOCK_M, BLOCK_N), mask=offs_n < N)
+        tl.store(dweight_ptr + partial, column_sums(dweight, PARTS, BLOCK_M, RUN), mask=offs_n < N)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + partial, sum_of_rows(dbias, BLOCK_M, BLOCK_N), mask=offs_n < N)
+        tl.store(dbias_ptr + partial, column_sums(dbias, PARTS, BLOCK_M, RUN), mask=offs_n < N)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -165,37 +224,39 @@ def layer_norm_bwd_walk_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row at a time, BLOCK_M = 1, in pieces of BLOCK_N < N; dweight_ptr and dbias_ptr are (programs, N) zeros."""
-    offs_p = (tl.zeros((BLOCK_M,), tl.int64) + tl.program_id(0)) + tl.arange(0, BLOCK_M)
+    offs_0 = tl.zeros((BLOCK_M,), tl.int64)
+    offs_p = offs_0 + tl.program_id(0)
     programs = tl.num_programs(0)
     for group in range(tl.program_id(0), M, tl.num_programs(0)):
-        offs_m = (tl.zeros((BLOCK_M,), tl.int64) + group) + tl.arange(0, BLOCK_M)
+        offs_m = offs_0 + group
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, offs_m, M, BLOCK_M)
-        dots = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        dots = tl.zeros((BLOCK_M, 1, BLOCK_N), tl.float32)
+        sums = tl.zeros((BLOCK_M, 1, BLOCK_N), tl.float32)
         for first in range(0, N, BLOCK_N):
-            g = load_tile(dy_ptr, offs_m, first, M, N, dy_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-            xhat = load_xhat(z_ptr, mean, rstd, offs_m, first, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
+            offs_n = columns(first, 1, BLOCK_N)
+            g = load(dy_ptr, offs_m, offs_n, M, N, dy_stride_m, ALIGNED)
+            centred = load(z_ptr, offs_m, offs_n, M, N, z_stride_m, ALIGNED) - by_row(mean)
             if dweight_ptr is not None:
-                before = load_tile(dweight_ptr, offs_p, first, programs, N, N, BLOCK_M, BLOCK_N, ALIGNED)
-                store_tile(before + g * xhat, dweight_ptr, offs_p, first, programs, N, BLOCK_M, BLOCK_N, ALIGNED)
+                before = load(dweight_ptr, offs_p, offs_n, programs, N, N, ALIGNED)
+                store(before + g * by_row(rstd) * centred, dweight_ptr, offs_p, offs_n, programs, N, ALIGNED)
             if dbias_ptr is not None:
-                before = load_tile(dbias_ptr, offs_p, first, programs, N, N, BLOCK_M, BLOCK_N, ALIGNED)
-                store_tile(before + g, dbias_ptr, offs_p, first, programs, N, BLOCK_M, BLOCK_N, ALIGNED)
+                before = load(dbias_ptr, offs_p, offs_n, programs, N, N, ALIGNED)
+                store(before + g, dbias_ptr, offs_p, offs_n, programs, N, ALIGNED)
             if weight_ptr is not None:
-                g *= load_columns(weight_ptr, first, N, BLOCK_N, ALIGNED)
-            dots += g * xhat
+                g *= load(weight_ptr, offs_0, offs_n, 1, N, 0, ALIGNED)
+            dots += g * centred
             if mean_ptr is not None:
                 sums += g
-        along = (tl.sum(dots, 1) / divisor)[:, None]
-        offset = (tl.sum(sums, 1) / N)[:, None]
+        dot, offset = row_sums(dots) / divisor, row_sums(sums) / N
         for first in range(0, N, BLOCK_N):
-            g = load_tile(dy_ptr, offs_m, first, M, N, dy_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-            xhat = load_xhat(z_ptr, mean, rstd, offs_m, first, M, N, z_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
+            offs_n = columns(first, 1, BLOCK_N)
+            g = load(dy_ptr, offs_m, offs_n, M, N, dy_stride_m, ALIGNED)
+            centred = load(z_ptr, offs_m, offs_n, M, N, z_stride_m, ALIGNED) - by_row(mean)
             if weight_ptr is not None:
-                g *= load_columns(weight_ptr, first, N, BLOCK_N, ALIGNED)
+                g *= load(weight_ptr, offs_0, offs_n, 1, N, 0, ALIGNED)
             store_gradients(
-                (g - xhat * along - offset) * rstd, dz_ptr, dx_ptr, dresidual_ptr, seed_ptr, rows_ptr, offs_m, first,
-                M, N, dz_stride_m, scale, last_dropped, BLOCK_M, BLOCK_N, ALIGNED,
+                gradient(g, centred, rstd, dot, offset), dz_ptr, dx_ptr, dresidual_ptr, seed_ptr, rows_ptr, offs_m,
+                first, M, N, dz_stride_m, scale, last_dropped, 1, BLOCK_M, BLOCK_N, ALIGNED,
             )  # fmt: skip
         tl.debug_barrier()  # the partial sums may be read back by other threads than those that wrote them
 
@@ -271,8 +332,8 @@ def layer_norm_bwd(
             M=M, N=N, dy_stride_m=dy2.stride(0), dz_stride_m=0 if dz2 is None else dz2.stride(0),
             z_stride_m=z2.stride(0), divisor=float(N - 1 if unbiased else N), scale=scale, last_dropped=last_dropped,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=aligned,
-            STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=False,
-            maxnreg=MAX_REGISTERS if aligned else None,
+            STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=True,
+            maxnreg=config.max_registers,
         )  # fmt: skip
         if config.programs == 1 and dtypes == [torch.float32] * 2:
             return dx, dresidual, dweights[0], dbiases[0]

@@ -1,7 +1,8 @@
 """layer_norm_fwd, Triton. Implements LN.1 to LN.3 of tfm_kernels/ops/layer_norm.py.
 
-Owns:    one program = block_m rows. Rows of up to 16384 features stay in registers while they are read three times;
-         longer ones are walked in pieces, where the second and third walk find them in L2.
+Owns:    one program = block_m rows. Rows of up to 16384 features (8192 unaligned) stay in registers while they are gone
+         through twice, and once more where one is far from 0; longer ones are walked in pieces, where the second and
+         third walk find them in L2.
 Traffic: reads x (and residual), writes y (and z), M*N each; mean and rstd, M each. A sum that is not kept lies where y
          will, and the same thread stores both.
 Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; statistics float32. No float64.
@@ -22,6 +23,7 @@ from . import _launch
 from ._tile import inside, keep_tile, load_columns, load_row_numbers, load_tile, store_tile
 
 MAX_FEATURES = 65536
+FAR = tl.constexpr(256.0)  # standard deviations from 0, from where on the mean is corrected
 # How often the kernels are compiled at most for one combination of storage types and of optional arguments, whatever
 # the shapes: once for each Config, with and without rows that start and end at multiples of 16 bytes.
 MAX_COMPILATIONS = 20
@@ -35,23 +37,30 @@ class Config:
         block_m: rows of one program.
         block_n: features held at once, a power of two; less than N: the row is walked in pieces.
         num_warps: warps of one program.
+        max_registers: of a thread; None: what the compiler takes.
     """
 
     block_m: int
     block_n: int
     num_warps: int
+    max_registers: int | None
 
 
-def pick_config(features: int) -> Config:
-    """The launch for rows of ``features`` features; their number, their type and the GPU do not change it.
+def pick_config(features: int, aligned: bool, dtype: torch.dtype) -> Config:
+    """The launch for rows of ``features`` features, stored as ``dtype``; their number and the GPU do not matter.
 
     A warp holds 1024 elements, 32 a thread: short rows need no sums across warps, and 24 programs of one warp, which
-    fit by their registers (tests/aot/layer_norm.json), ask for 48 KB of 16-bit elements on each multiprocessor.
+    fit by their registers (tests/aot/layer_norm.json), ask for 48 KB of 16-bit elements on each multiprocessor, 16 for
+    64 KB of float32. Left to itself the compiler takes fewer registers of float32 and of rows that are not ``aligned``
+    than these need.
     """
-    if features > 16384:  # 32768 spilled in some variants: a program of 32 warps has 64 registers a thread
-        return Config(block_m=1, block_n=8192, num_warps=16)
+    if features > (16384 if aligned else 8192):  # 32768: a program of 32 warps has 64 registers a thread
+        return Config(block_m=1, block_n=8192, num_warps=16, max_registers=128)
     block_n = max(64, triton.next_power_of_2(features))
-    return Config(block_m=max(1, 1024 // block_n), block_n=block_n, num_warps=max(1, block_n // 1024))
+    limit = 128 if dtype == torch.float32 else None
+    if not aligned:
+        limit = 255 if block_n == 64 else 168
+    return Config(max(1, 1024 // block_n), block_n, num_warps=max(1, block_n // 1024), max_registers=limit)
 
 
 # Nothing but types, which arguments are None, and the constexprs may cause a compilation: see _tile.tile.
@@ -72,7 +81,9 @@ def sum_tile(
         residual = load_tile(residual_ptr, offs_m, first, M, N, residual_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
         if seed_ptr is not None:
             row_numbers = load_row_numbers(rows_ptr, offs_m, M)
-            keep = keep_tile(seed_ptr, row_numbers, first, last_dropped, BLOCK_M, BLOCK_N)
+            # where no registers are left (tests/aot/layer_norm.json)
+            FRUGAL: tl.constexpr = not ALIGNED or BLOCK_N == 64
+            keep = keep_tile(seed_ptr, row_numbers, first, last_dropped, BLOCK_M, BLOCK_N, FRUGAL)
             z = tl.where(keep, z * scale, 0.0)  # a dropped inf or NaN is dropped, not multiplied
         z = store_tile(z + residual, z_ptr, offs_m, first, M, N, BLOCK_M, BLOCK_N, ALIGNED).to(tl.float32)
     return z
@@ -101,7 +112,7 @@ def settle(mean, left, mean_ptr, offs_m, M, N, BLOCK_M: tl.constexpr):
     """
     missing = tl.zeros((BLOCK_M,), tl.float32)
     if mean_ptr is not None:
-        missing = tl.div_rn(tl.sum(left, 1), missing + N)
+        missing = tl.sum(left, 1) / N
         mean += missing
         tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
     return mean, missing
@@ -143,9 +154,19 @@ def layer_norm_fwd_kernel(
         last_dropped, BLOCK_M, BLOCK_N, ALIGNED,
     )  # fmt: skip
     mean = row_mean(z, mean_ptr, N, BLOCK_M)
-    mean, _ = settle(mean, centre(z, mean, 0, N, BLOCK_N, ALIGNED), mean_ptr, offs_m, M, N, BLOCK_M)
     centred = centre(z, mean, 0, N, BLOCK_N, ALIGNED)
-    rstd = row_rstd(tl.sum(centred * centred, 1), rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
+    squares = tl.sum(centred * centred, 1)
+    if mean_ptr is not None:
+        # LN.2: numbers far from 0, nearly equal or equal: the rounded mean of a number is not that number, so what is
+        # left of it is taken off
+        far = FAR * FAR * squares < N * mean * mean
+        if tl.max(far.to(tl.int32), 0) != 0:
+            before = mean
+            mean += tl.sum(centred, 1) / N
+            centred = centre(centred + before[:, None], mean, 0, N, BLOCK_N, ALIGNED)
+            squares = tl.sum(centred * centred, 1)
+        tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
+    rstd = row_rstd(squares, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
     normalize_tile(centred, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, 0, M, N, BLOCK_M, BLOCK_N, ALIGNED)
 
 
@@ -214,7 +235,8 @@ def layer_norm_fwd(
     dropped = residual is not None and dropout_p > 0.0
     x2, residual2 = _launch.rows(x), None if residual is None else _launch.rows(residual)
     weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
-    config = pick_config(N)
+    aligned = _launch.aligned(N, x2, residual2, weight, bias)
+    config = pick_config(N, aligned, dtype)
     kernel = layer_norm_fwd_kernel if N <= config.block_n else layer_norm_fwd_walk_kernel
     with _launch.on(x):
         kernel[(triton.cdiv(M, config.block_m),)](
@@ -226,7 +248,6 @@ def layer_norm_fwd(
             M=M, N=N, x_stride_m=x2.stride(0), residual_stride_m=0 if residual2 is None else residual2.stride(0),
             eps=eps, divisor=float(N - 1 if unbiased else N), scale=scale, last_dropped=last_dropped,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            ALIGNED=_launch.aligned(N, x2, residual2, weight, bias),
-            num_warps=config.num_warps, enable_fp_fusion=False,
+            ALIGNED=aligned, num_warps=config.num_warps, maxnreg=config.max_registers, enable_fp_fusion=True,
         )  # fmt: skip
     return y, z, mean, rstd
