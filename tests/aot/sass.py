@@ -18,7 +18,7 @@ COUNTED = ("LDL", "STL", *MATRIX, "LDG", "STG", "LDGSTS", "ATOM", "ATOMG", "RED"
 
 
 def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=None, fused=False):
-    """The kernel as the launchers compile it: no argument is specialised, multiplications and sums are not fused.
+    """The kernel as the launchers compile it: no argument is specialised.
 
     Args:
         kernel: a @triton.jit function.
@@ -26,6 +26,8 @@ def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=Non
         constexprs: constexpr argument -> value.
         arch: 80, 90 or 100.
         num_warps: as in the kernel's Config.
+        max_registers: the same; None: what the compiler takes.
+        fused: whether multiplications and sums are, as the launcher's enable_fp_fusion says.
     """
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if types.get(name) is None else types[name] for name in names}

@@ -56,7 +56,8 @@ def test_sums_of_long_rows(dtype, cuda):
 def test_instructions_of_norms(width, most, gpu):
     """What a GPU's schedulers can issue while its memory moves an element of 16 bits is some 27, backward 41."""
     found, weight = [], torch.randn(width, dtype=torch.bfloat16).requires_grad_()
-    rows = pick_config(10**6, width, True, (9, 0)).programs * max(1, 2048 // width)
+    config = pick_config(10**6, width, True, (9, 0))
+    rows = config.programs * config.block_m
     for times in (1, 2):
         x = torch.randn(times * rows, width, dtype=torch.bfloat16).requires_grad_()
         counted = traffic(gpu, lambda x=x: tfk.ops.layer_norm(x, weight, weight, backend="triton"))

@@ -6,14 +6,15 @@ Owns:    one program = every programs-th group of block_m rows, and one row each
          them in L2), and the partial sums lie in memory.
 Traffic: reads dy, z (and dz), writes dx (and dresidual, which differs from dx only under dropout), M*N each;
          programs*N float32 twice for each of dweight and dbias.
-Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; sums float32. No float64, no atomics.
+Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; sums float32. No float64, no atomics. Products
+         and sums are fused.
 Config:  pick_config() below; not yet measured on a GPU.
 Source:  own work.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -58,23 +59,20 @@ def pick_config(rows: int, features: int, aligned: bool, capability: tuple[int, 
     programs fit on a multiprocessor, or in 128 of 8 or 16 (tests/aot/layer_norm.json). Rows that are not ``aligned``
     are read element by element, which takes registers: half as many or fewer, not asked for ahead.
     """
-    multiprocessors = _launch.MULTIPROCESSORS.get(capability[0], 132)
-    block_n = max(64, triton.next_power_of_2(features))
-    if features > (8192 if aligned else 4096):
-        config = Config(1, 4096, num_warps=16, num_stages=1, programs=multiprocessors, max_registers=128)
-    elif features > (4096 if aligned else 2048):
-        config = Config(1, block_n, num_warps=16, num_stages=2, programs=multiprocessors, max_registers=128)
+    walks = features > (8192 if aligned else 4096)
+    block_n = 4096 if walks else max(64, triton.next_power_of_2(features))
+    if features > (4096 if aligned else 2048):
+        block_m, num_warps, each = 1, 16, 1
     elif not aligned:
-        block_m = max(1, 1024 // block_n)
-        config = Config(block_m, block_n, num_warps=8, num_stages=1, programs=2 * multiprocessors, max_registers=None)
+        block_m, num_warps, each = max(1, 1024 // block_n), 8, 2
     elif features > 2048:
-        config = Config(1, block_n, num_warps=8, num_stages=2, programs=2 * multiprocessors, max_registers=128)
+        block_m, num_warps, each = 1, 8, 2
     else:
-        block_m, programs = 2048 // block_n, 3 * multiprocessors
-        config = Config(block_m, block_n, num_warps=4, num_stages=2, programs=programs, max_registers=168)
-    if not aligned:
-        config = replace(config, num_stages=1, max_registers=None)
-    return replace(config, programs=max(1, min(config.programs, triton.cdiv(rows, config.block_m))))
+        block_m, num_warps, each = 2048 // block_n, 4, 3
+    programs = each * _launch.MULTIPROCESSORS.get(capability[0], 132)
+    programs = max(1, min(programs, triton.cdiv(rows, block_m)))
+    limit = (168 if num_warps == 4 else 128) if aligned else None
+    return Config(block_m, block_n, num_warps, 2 if aligned and not walks else 1, programs, limit)
 
 
 _RUNTIME = (
@@ -227,7 +225,7 @@ def layer_norm_bwd_walk_kernel(
     offs_0 = tl.zeros((BLOCK_M,), tl.int64)
     offs_p = offs_0 + tl.program_id(0)
     programs = tl.num_programs(0)
-    for group in range(tl.program_id(0), M, tl.num_programs(0)):
+    for group in range(tl.program_id(0), M, programs):
         offs_m = offs_0 + group
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, offs_m, M, BLOCK_M)
         dots = tl.zeros((BLOCK_M, 1, BLOCK_N), tl.float32)

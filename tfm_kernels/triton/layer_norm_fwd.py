@@ -5,7 +5,8 @@ Owns:    one program = block_m rows. Rows of up to 16384 features (8192 unaligne
          third walk find them in L2.
 Traffic: reads x (and residual), writes y (and z), M*N each; mean and rstd, M each. A sum that is not kept lies where y
          will, and the same thread stores both.
-Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; statistics float32. No float64.
+Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; statistics float32. No float64. Products and sums are
+         fused, but those of z: a select stands between a dropout's product and the residual.
 Config:  pick_config() below; not yet measured on a GPU.
 Source:  own work.
 """
@@ -97,7 +98,7 @@ def centre(z, mean, first, N, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def row_mean(total, mean_ptr, N, BLOCK_M: tl.constexpr):
-    """The mean of each row but for what settle() finds left of it; 0 for RMSNorm."""
+    """The mean of each row but for what is left of it, which is found later; 0 for RMSNorm."""
     mean = tl.zeros((BLOCK_M,), tl.float32)
     if mean_ptr is not None:
         mean = tl.div_rn(tl.sum(total, 1), mean + N)
