@@ -61,6 +61,8 @@ PYBIND11_MODULE(_C, m) {
     info["cpu_capability"] = at::get_cpu_capability();
     info["bf16_tiles"] = tfm_kernels::has_bf16_tiles();
     info["amx"] = tfm_kernels::has_amx();
+    info["vnni"] = tfm_kernels::has_vnni();
+    info["int8_tiles"] = tfm_kernels::has_int8_tiles();
 #if defined(__x86_64__)
     info["instruction_sets"] = "DEFAULT AVX2 AVX512";
     info["amd"] = static_cast<bool>(__builtin_cpu_is("amd"));

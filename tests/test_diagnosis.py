@@ -21,6 +21,8 @@ class Extension:
             "compiler": "12.2.0",
             "cpu_capability": "AVX512",
             "bf16_tiles": False,
+            "vnni": True,
+            "int8_tiles": False,
             "instruction_sets": "DEFAULT AVX2 AVX512",
             **info,
         }
@@ -94,6 +96,16 @@ def test_an_extension_older_than_the_python_part_names_what_it_lacks(built):
     built(Extension(), kernels={"ffn_fwd_cpu": "the C++ extension holds no ffn_fwd", "layer_norm_fwd_cpu": None})
     found = finding("CPU kernels")
     assert found.state == "fault" and "lacks ffn_fwd_cpu" in found.text and "layer_norm" not in found.text
+
+
+def test_how_a_processor_multiplies_is_told(built):
+    assert finding("processor").text.endswith("8-bit products in VNNI")
+    built(Extension(int8_tiles=True))
+    assert finding("processor").text.endswith("8-bit products in hardware tiles")
+    older = Extension()
+    del older.info["vnni"], older.info["int8_tiles"]
+    built(older)
+    assert finding("processor").state == "good"
 
 
 def test_a_lowered_processor_is_noted(built, monkeypatch):

@@ -165,9 +165,11 @@ def _cpu_capability() -> Finding:
     running, best = torch.backends.cpu.get_cpu_capability(), _best_capability()
     tiles = ""
     if _library.cpu_extension is not None:
-        tiles = (
-            "; bfloat16 products in hardware tiles" if _library.bf16_tiles else "; bfloat16 products in float32 tiles"
-        )
+        info = _library.cpu_extension.build_info()
+        # an older extension does not say
+        integers = "hardware tiles" if info.get("int8_tiles") else "VNNI" if info.get("vnni") else "16-bit pairs"
+        floats = "hardware tiles" if _library.bf16_tiles else "float32 tiles"
+        tiles = f"; bfloat16 products in {floats}, 8-bit products in {integers}"
     if best is not None and best != running:
         text = f"lowered: torch runs {running}, this processor has {best}{tiles}"
         return Finding("processor", "note", text, "unset ATEN_CPU_CAPABILITY")

@@ -83,7 +83,7 @@ def quantize(
             its int8 layers inside the fused blocks.
         scheme: "int8_weight_only" multiplies the input as it is: for a few rows at a time, as in decoding, where the
             weights' way from memory is the cost. "int8_dynamic" rounds each row of the input to int8 as well: for many
-            rows, on processors with VNNI the fastest.
+            rows, on processors with VNNI or AMX the fastest.
         skip: names (dotted) of modules to leave alone, with all that is inside them.
         backend: of the int8 layers: "reference" | "aten" | "cpu", or None to choose automatically.
 

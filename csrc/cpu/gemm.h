@@ -32,12 +32,24 @@ void gemm_tile(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, con
 void gemm_tile(int64_t m, int64_t n, int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b,
                int64_t ldb, float* c, int64_t ldc, bool accumulate);
 
+// The same with 8-bit integers and their exact sums, by AMX. B is packed in groups of four rows:
+// element (k, n) lies at b[(k / 4) * 4 * ldb + 4 * n + k % 4]; k must be a multiple of 4. Only
+// where has_int8_tiles().
+void gemm_tile(int64_t m, int64_t n, int64_t k, const int8_t* a, int64_t lda, const int8_t* b,
+               int64_t ldb, int32_t* c, int64_t ldc, bool accumulate);
+
 // Whether this CPU multiplies bfloat16 tiles natively (AVX512_BF16 or AMX). Elsewhere kernels widen
 // to float32 first, which is three times faster than the emulation.
 bool has_bf16_tiles();
 
 // Whether those tiles are AMX's, which take no longer for 16 columns than the weights take to come.
 bool has_amx();
+
+// Whether AMX multiplies tiles of 8-bit integers, too.
+bool has_int8_tiles();
+
+// Whether this CPU multiplies vectors of 8-bit integers in groups of four (AVX512_VNNI).
+bool has_vnni();
 
 // To be called once by every thread that has used gemm_tile, when it is done (gives back AMX's tile
 // registers).

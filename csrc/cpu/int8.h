@@ -1,8 +1,8 @@
 // How a processor multiplies 8-bit integers, and how rows of them lie.
 //
-// A lane of the sums takes a group of neighbours at a time: four bytes where the processor has
-// VNNI, which multiplies unsigned by signed ones, so that rows are kept 128 too large; else two
-// 16-bit integers. Rows lie in panels of kPanelRows, group after group: element (row, k) at
+// A sum takes a group of neighbours at a time: four bytes where the processor has AMX or VNNI, of
+// which the latter multiplies unsigned by signed ones, so that rows are kept 128 too large; else
+// two 16-bit integers. Rows lie in panels of kPanelRows, group after group: element (row, k) at
 // [(k / group * kPanelRows + row) * group + k % group]. Up to kDotRows of them lie as they are.
 #pragma once
 #include <algorithm>
@@ -17,23 +17,25 @@ namespace tfm_kernels {
 constexpr int64_t kPanelRows = 32;
 constexpr int64_t kIntegers = 64;  // rows and weights are filled up to a multiple of so many, by 0
 
-// Whether the processor multiplies groups of four bytes (AVX512_VNNI).
-bool has_vnni();
+// What multiplies: vectors of pairs of 16-bit integers, which every processor has; of groups of
+// four bytes (AVX512_VNNI); the matrix library's tiles of such groups (AMX).
+enum class IntegerUnit { pairs, groups, tiles };
 
 // Bytes that an integer of a row takes.
-inline int64_t integer_bytes(bool vnni) { return vnni ? 1 : 2; }
+inline int64_t integer_bytes(IntegerUnit unit) { return unit == IntegerUnit::pairs ? 2 : 1; }
 
 inline namespace CPU_CAPABILITY {
 namespace {
 
 // How groups of integers are multiplied and added to vectors of sums. E: an integer of a row, W:
-// one of the weights as a tile reads it. (`asm`, because this file is also compiled for processors
+// one of the weights as they are read. (`asm`, because this file is also compiled for processors
 // that do not have the instruction.)
-template <bool vnni>
+template <IntegerUnit unit>
 struct Integers;
 
 #if defined(CPU_CAPABILITY_AVX512)
 struct Sums512 {
+  static constexpr bool kTiles = false;
   using Sum = __m512i;
   static constexpr int64_t kLanes = 16;
   static Sum repeat(int32_t x) { return _mm512_set1_epi32(x); }
@@ -44,7 +46,7 @@ struct Sums512 {
 };
 
 template <>
-struct Integers<true> : Sums512 {
+struct Integers<IntegerUnit::groups> : Sums512 {
   using E = uint8_t;
   using W = int8_t;
   static constexpr int64_t kGroup = 4, kOffset = 128;
@@ -57,8 +59,16 @@ struct Integers<true> : Sums512 {
   static Sum ones() { return _mm512_set1_epi8(1); }
 };
 
+// Whose products gemm_tile() forms.
 template <>
-struct Integers<false> : Sums512 {
+struct Integers<IntegerUnit::tiles> {
+  using E = int8_t;
+  static constexpr int64_t kGroup = 4, kOffset = 0;
+  static constexpr bool kTiles = true;
+};
+
+template <>
+struct Integers<IntegerUnit::pairs> : Sums512 {
   using E = int16_t;
   using W = int16_t;
   static constexpr int64_t kGroup = 2, kOffset = 0;
@@ -73,7 +83,8 @@ struct Integers<false> : Sums512 {
 };
 #elif defined(CPU_CAPABILITY_AVX2)
 template <>
-struct Integers<false> {
+struct Integers<IntegerUnit::pairs> {
+  static constexpr bool kTiles = false;
   using E = int16_t;
   using W = int16_t;
   using Sum = __m256i;
@@ -102,7 +113,8 @@ struct Integers<false> {
 };
 #else
 template <>
-struct Integers<false> {
+struct Integers<IntegerUnit::pairs> {
+  static constexpr bool kTiles = false;
   using E = int16_t;
   using W = int16_t;
   static constexpr int64_t kLanes = 8, kGroup = 2, kOffset = 0;
@@ -147,13 +159,14 @@ struct Integers<false> {
 };
 #endif
 
-// Calls body(Integers) for what the processor has.
+// Calls body(Integers) for a unit.
 template <typename Body>
-void for_integers([[maybe_unused]] bool vnni, Body body) {
+void for_integers([[maybe_unused]] IntegerUnit unit, Body body) {
 #if defined(CPU_CAPABILITY_AVX512)
-  if (vnni) return body(Integers<true>{});
+  if (unit == IntegerUnit::tiles) return body(Integers<IntegerUnit::tiles>{});
+  if (unit == IntegerUnit::groups) return body(Integers<IntegerUnit::groups>{});
 #endif
-  body(Integers<false>{});
+  body(Integers<IntegerUnit::pairs>{});
 }
 
 }  // namespace

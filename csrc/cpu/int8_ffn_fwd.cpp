@@ -21,7 +21,7 @@ struct Int8FfnFwd {
   void* y;                        // contiguous
   int64_t x_stride_m, M, E, F, Eo;
   Activation activation;
-  bool vnni;
+  IntegerUnit unit;
   int64_t tile;  // rows, a multiple of kPanelRows
 };
 
@@ -33,16 +33,40 @@ TFM_DECLARE_KERNEL(void int8_ffn_activate(Activation activation, DType dtype, in
                                           void* hidden, const void* gate))
 
 // Elements of working memory that a tile needs: for the hidden activation and the steps; rows of x
-// as they are widened and rounded, and the integers of both products; one strip of sums, of y and
-// of the gate.
+// as they are widened and rounded, and the integers of both products; one strip of sums, and of the
+// gate's.
 inline int64_t int8_ffn_fwd_scratch(const Int8FfnFwd& args) {
   const int64_t filled = round_up(args.E, kIntegers), hidden = round_up(args.F, kIntegers);
   return (args.F + 4) * args.tile + args.E + kPanelRows * filled + args.tile * (filled + hidden) +
-         3 * kFewRowsStrip * args.tile;
+         2 * kFewRowsStrip * args.tile;
 }
 
 inline namespace CPU_CAPABILITY {
 namespace {
+
+// Features f..f + n - 1 of the hidden activation, h (n, ld), from the sums of the first products,
+// and the largest bits of each row. `gated`: the gate's sums, where there is one. (A block of rows
+// at a time, so that what the activation takes from memory is taken once for all features.)
+template <typename T, bool kGated, typename Act, typename C = compute_t<T>>
+void hidden_strip(const Int8FfnFwd& args, Act act, int64_t f, int64_t n, int64_t ld,
+                  const int32_t* sums, [[maybe_unused]] const int32_t* gated, const C* step, C* h,
+                  bits_t<C>* most) {
+  alignas(64) C shift[kFewRowsStrip] = {};
+  if (args.b1) widen(static_cast<const T*>(args.b1) + f, n, shift);
+  for (int64_t r = 0; r < ld; r += kRoundedRows) {
+    for (int64_t i = 0; i < n; ++i) {
+      const C of_feature = args.s1[f + i], of_gate = kGated ? args.s_gate[f + i] : 0.0f;
+      const int64_t at = i * ld + r;
+#pragma omp simd
+      for (int64_t l = 0; l < kRoundedRows; ++l) {
+        C x = act.value(static_cast<C>(sums[at + l]) * (step[r + l] * of_feature) + shift[i]);
+        if constexpr (kGated) x *= static_cast<C>(gated[at + l]) * (step[r + l] * of_gate);
+        h[at + l] = x;
+        most[r + l] = larger_bits(most[r + l], x);
+      }
+    }
+  }
+}
 
 template <typename T, typename P, typename C = compute_t<T>>
 void run_tile(const Int8FfnFwd& args, int64_t row, C* hidden) {
@@ -55,9 +79,8 @@ void run_tile(const Int8FfnFwd& args, int64_t row, C* hidden) {
   C *hidden_step = reinterpret_cast<C*>(most + args.tile), *wide = hidden_step + args.tile;
   E *flat = reinterpret_cast<E*>(wide + args.E), *panels = flat + kPanelRows * filled;
   E* hidden_panels = panels + args.tile * filled;
-  C* strip = reinterpret_cast<C*>(hidden_panels + args.tile * filled_f);
-  C* gated = strip + kFewRowsStrip * args.tile;
-  int32_t* sums = reinterpret_cast<int32_t*>(gated + kFewRowsStrip * args.tile);
+  int32_t* sums = reinterpret_cast<int32_t*>(hidden_panels + args.tile * filled_f);
+  int32_t* gated = sums + kFewRowsStrip * args.tile;
 
   const T* x = static_cast<const T*>(args.x) + row * args.x_stride_m;
   for (int64_t p = 0; p < rows; p += kPanelRows) {
@@ -67,31 +90,26 @@ void run_tile(const Int8FfnFwd& args, int64_t row, C* hidden) {
     turn_panel<P>(flat, real, filled, panels + p * filled);
   }
   std::fill_n(most, ld, Bits(0));
+  const auto multiply = [&](const int8_t* w, int64_t f, int64_t n, int32_t* out) {
+    integer_products<P>(n, rows, args.E, w + f * args.E, args.E, panels, filled, true, out, ld);
+  };
   for (int64_t f = 0; f < args.F; f += kFewRowsStrip) {
     const int64_t n = std::min(kFewRowsStrip, args.F - f);
-    C* h = hidden + f * ld;
-    integer_products<P>(n, rows, args.E, args.w1 + f * args.E, args.E, panels, filled, sums, ld);
-    scale_sums(n, rows, sums, ld, step, args.s1 + f, h);
-    if (args.b1) add_to_rows(n, ld, static_cast<const T*>(args.b1) + f, h);
-    if (args.gate) {
-      integer_products<P>(n, rows, args.E, args.gate + f * args.E, args.E, panels, filled, sums,
-                          ld);
-      scale_sums(n, rows, sums, ld, step, args.s_gate + f, gated);
-    }
-    activate(args.activation, n * ld, h, args.gate ? gated : nullptr);
-    for (int64_t i = 0; i < n; ++i) largest_bits(ld, h + i * ld, most);
+    multiply(args.w1, f, n, sums);
+    if (args.gate) multiply(args.gate, f, n, gated);
+    for_activation(args.activation, [&](auto act) {
+      const auto strip =
+          args.gate ? hidden_strip<T, true, decltype(act)> : hidden_strip<T, false, decltype(act)>;
+      strip(args, act, f, n, ld, sums, gated, step, hidden + f * ld, most);
+    });
   }
   for (int64_t r = 0; r < ld; ++r) hidden_step[r] = step_of<C>(most[r], factor[r]);
   for (int64_t p = 0; p < ld; p += kPanelRows)
     round_columns<P>(args.F, filled_f, std::min(kPanelRows, ld - p), hidden + p, ld, factor + p,
                      hidden_panels + p * filled_f);
-  few_rows_strips(0, args.Eo, rows, static_cast<const T*>(args.b2),
-                  static_cast<T*>(args.y) + row * args.Eo, args.Eo, strip,
-                  [&](int64_t f, int64_t n) {
-                    integer_products<P>(n, rows, args.F, args.w2 + f * args.F, args.F,
-                                        hidden_panels, filled_f, sums, ld);
-                    scale_sums(n, rows, sums, ld, hidden_step, args.s2 + f, strip);
-                  });
+  integer_linear<P>(0, args.Eo, rows, args.F, args.w2, args.F, hidden_panels, filled_f, true,
+                    hidden_step, args.s2, static_cast<const T*>(args.b2),
+                    static_cast<T*>(args.y) + row * args.Eo, args.Eo, sums);
 }
 
 }  // namespace
@@ -99,7 +117,7 @@ void run_tile(const Int8FfnFwd& args, int64_t row, C* hidden) {
 void int8_ffn_fwd(const Int8FfnFwd& args, DType dtype, int64_t row, void* scratch) {
   for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    for_integers(args.vnni, [&](auto how) {
+    for_integers(args.unit, [&](auto how) {
       run_tile<T, decltype(how)>(args, row, static_cast<compute_t<T>*>(scratch));
     });
   });
@@ -140,9 +158,17 @@ at::Tensor by_features(const at::Tensor& x, const at::Tensor& w1, const at::Tens
   const at::Tensor rows = x.to(compute);
   at::Tensor hidden = int8_linear_fwd_cpu(rows, w1, s1, wide(b1), dynamic), gated;
   if (gate) gated = int8_linear_fwd_cpu(rows, *gate, *s_gate, std::nullopt, dynamic);
-  TFM_KERNEL(int8_ffn_activate)
-  (activation, dtype_of(compute), hidden.numel(), hidden.mutable_data_ptr(),
-   gate ? gated.const_data_ptr() : nullptr);
+  constexpr int64_t kBlock = 1024, kBlocksAThread = 8;
+  char* numbers = static_cast<char*>(hidden.mutable_data_ptr());
+  const char* factors = gate ? static_cast<const char*>(gated.const_data_ptr()) : nullptr;
+  at::parallel_for(
+      0, ceil_div(hidden.numel(), kBlock), kBlocksAThread, [&](int64_t first, int64_t last) {
+        const int64_t begin = first * kBlock, end = std::min(last * kBlock, hidden.numel());
+        const int64_t offset = begin * hidden.element_size();
+        TFM_KERNEL(int8_ffn_activate)
+        (activation, dtype_of(compute), end - begin, numbers + offset,
+         factors ? factors + offset : nullptr);
+      });
   return int8_linear_fwd_cpu(hidden, w2, s2, wide(b2), dynamic).to(x.scalar_type());
 }
 
@@ -194,7 +220,7 @@ at::Tensor int8_ffn_fwd_cpu(const at::Tensor& x, const at::Tensor& w1, const at:
   args.F = F;
   args.Eo = Eo;
   args.activation = act;
-  args.vnni = has_vnni();
+  args.unit = integer_unit(M);
   args.tile = kTile;
   const int64_t room = int8_ffn_fwd_scratch(args);
   const Workspace workspace(x, threads * room, 0);

@@ -24,7 +24,7 @@ struct Int8LinearFwd {
   // Dynamic: the rounded rows of x, `filled` integers each, and the steps of these rows.
   void *integers, *step;
   int64_t filled;
-  bool vnni;
+  IntegerUnit unit;
 };
 
 // Few rows of features begin..end - 1: all of M, at most kFewRows.
@@ -53,13 +53,14 @@ inline int64_t int8_linear_round_scratch(const Int8LinearFwd& args) {
   return args.K + kPanelRows * args.filled;
 }
 
-// The product of rounded rows: those of the tile that begins at `row`, features begin..end - 1.
+// The product of rounded rows: those of the tile that begins at `row`, features begin..end - 1. The
+// working memory is for sums.
 TFM_DECLARE_KERNEL(void int8_linear_fwd_integers(const Int8LinearFwd& args, DType dtype,
                                                  int64_t row, int64_t begin, int64_t end,
                                                  void* scratch))
 
 inline int64_t int8_linear_fwd_integers_scratch(const Int8LinearFwd& args) {
-  return 2 * kFewRowsStrip * round_up(args.tile, kPanelRows);
+  return kFewRowsStrip * round_up(args.tile, kPanelRows);
 }
 
 inline namespace CPU_CAPABILITY {
@@ -149,7 +150,7 @@ void int8_linear_round(const Int8LinearFwd& args, DType dtype, int64_t panel, vo
   for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     using C = compute_t<T>;
-    for_integers(args.vnni, [&](auto how) {
+    for_integers(args.unit, [&](auto how) {
       using P = decltype(how);
       using E = typename P::E;
       const int64_t row = panel * kPanelRows, rows = std::min(kPanelRows, args.M - row);
@@ -169,24 +170,15 @@ void int8_linear_fwd_integers(const Int8LinearFwd& args, DType dtype, int64_t ro
   for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     using C = compute_t<T>;
-    for_integers(args.vnni, [&](auto how) {
+    for_integers(args.unit, [&](auto how) {
       using P = decltype(how);
-      const int64_t rows = std::min(args.tile, args.M - row), ld = round_up(rows, 16);
+      const int64_t rows = std::min(args.tile, args.M - row);
       const auto* x = static_cast<const typename P::E*>(args.integers) + row * args.filled;
       const C* step = static_cast<const C*>(args.step) + row;
-      C* y = static_cast<C*>(scratch);
-      int32_t* sums = reinterpret_cast<int32_t*>(y + kFewRowsStrip * round_up(args.tile, 16));
-      few_rows_strips(begin, end, rows, static_cast<const T*>(args.bias),
-                      static_cast<T*>(args.y) + row * args.N, args.N, y, [&](int64_t f, int64_t n) {
-                        const int8_t* weight = args.weight + f * args.weight_stride_n;
-                        if (args.M <= kDotRows)
-                          integer_dots<P>(n, rows, args.K, weight, args.weight_stride_n, x,
-                                          args.filled, sums, ld);
-                        else
-                          integer_products<P>(n, rows, args.K, weight, args.weight_stride_n, x,
-                                              args.filled, sums, ld);
-                        scale_sums(n, rows, sums, ld, step, args.scale + f, y);
-                      });
+      integer_linear<P>(begin, end, rows, args.K, args.weight, args.weight_stride_n, x, args.filled,
+                        args.M > kDotRows, step, args.scale, static_cast<const T*>(args.bias),
+                        static_cast<T*>(args.y) + row * args.N, args.N,
+                        static_cast<int32_t*>(scratch));
     });
   });
 }
@@ -198,26 +190,10 @@ void int8_linear_fwd_integers(const Int8LinearFwd& args, DType dtype, int64_t ro
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include <cstdlib>
-#include <string_view>
-
 #include "operators.h"
 #include "rows.h"
 
 namespace tfm_kernels {
-
-bool has_vnni() {
-#if defined(__x86_64__)
-  static const bool answer = [] {
-    const char* told = std::getenv("ONEDNN_MAX_CPU_ISA");  // whoever hides it from oneDNN means us
-    const bool may = !told || std::string_view(told) != "AVX512_CORE";
-    return may && __builtin_cpu_supports("avx512vnni") && isa() == Isa::avx512;
-  }();
-  return answer;
-#else
-  return false;
-#endif
-}
 
 namespace {
 
@@ -251,10 +227,10 @@ void run_widened(Int8LinearFwd& args, DType dtype, const at::Tensor& x) {
 void run_integers(Int8LinearFwd& args, DType dtype, const at::Tensor& x) {
   const int64_t threads = at::get_num_threads();
   const int64_t panels = ceil_div(args.M, kPanelRows);
-  args.vnni = has_vnni();
+  args.unit = integer_unit(args.M);
   args.filled = round_up(args.K, kIntegers);
   const at::Tensor integers = at::empty(
-      {panels * kPanelRows * args.filled * integer_bytes(args.vnni)}, x.options().dtype(at::kByte));
+      {panels * kPanelRows * args.filled * integer_bytes(args.unit)}, x.options().dtype(at::kByte));
   args.integers = integers.mutable_data_ptr();
 
   const TileGrid grid(args.M, args.N, kMaxTileRows, kPanelRows, threads);

@@ -4,9 +4,18 @@
 #include <cstring>
 
 #include "few_rows.h"
+#include "gemm.h"
 #include "int8.h"
 
 namespace tfm_kernels {
+
+// The best that the processor has; without tiles, which take as long for 16 rows as for one, where
+// rows lie as they are.
+inline IntegerUnit integer_unit(int64_t rows) {
+  if (!has_vnni()) return IntegerUnit::pairs;
+  return has_int8_tiles() && rows > kDotRows ? IntegerUnit::tiles : IntegerUnit::groups;
+}
+
 inline namespace CPU_CAPABILITY {
 namespace {
 
@@ -68,8 +77,8 @@ int32_t weight_sum(const int8_t* w, int64_t n) {
 
 // out (n, ld) = w x^T, w (n, k), for the first `rows` rows of panels that follow each other.
 template <typename P>
-void integer_products(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64_t w_ld,
-                      const typename P::E* panels, int64_t filled, int32_t* out, int64_t ld) {
+void vector_products(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64_t w_ld,
+                     const typename P::E* panels, int64_t filled, int32_t* out, int64_t ld) {
   alignas(64) typename P::W weights[kIntegerFeatures][kIntegerLength];
   alignas(64) int8_t whole[kIntegerLength];
   for (int64_t f = 0; f < n; f += kIntegerFeatures) {
@@ -102,6 +111,25 @@ void integer_products(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64
         }
       }
     }
+  }
+}
+
+// The same by the matrix library, n <= kFewRowsStrip. Weights are read where they lie, but for
+// those of a group that is not whole.
+void tile_products(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64_t w_ld,
+                   const int8_t* panels, int64_t filled, int32_t* out, int64_t ld) {
+  constexpr int64_t kGroup = 4;
+  const int64_t whole = k / kGroup * kGroup;
+  int8_t rest[kFewRowsStrip * kGroup] = {};
+  if (whole < k)
+    for (int64_t f = 0; f < n; ++f) std::memcpy(rest + f * kGroup, w + f * w_ld + whole, k - whole);
+  for (int64_t r = 0; r < rows; r += kPanelRows) {
+    const int64_t width = rows - r <= 16 ? 16 : kPanelRows;
+    const int8_t* panel = panels + r * filled;
+    gemm_tile(n, width, whole, w, w_ld, panel, kPanelRows, out + r, ld, false);
+    if (whole < k)
+      gemm_tile(n, width, kGroup, rest, kGroup, panel + whole * kPanelRows, kPanelRows, out + r, ld,
+                true);
   }
 }
 
@@ -157,15 +185,64 @@ void integer_dots(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64_t w
   }
 }
 
-// out (n, ld) = sums times the step of row and feature, over `rows` rounded up to 16.
-template <typename C>
-void scale_sums(int64_t n, int64_t rows, const int32_t* sums, int64_t ld, const C* step,
-                const float* scale, C* out) {
-  for (int64_t f = 0; f < n; ++f) {
-    const C of_feature = scale[f];
+// The same for rows as they were rounded: `turned` into panels, or, without tiles, as they lie.
+template <typename P>
+void integer_products(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64_t w_ld,
+                      const typename P::E* x, int64_t filled, [[maybe_unused]] bool turned,
+                      int32_t* out, int64_t ld) {
+  if constexpr (P::kTiles)
+    tile_products(n, rows, k, w, w_ld, x, filled, out, ld);
+  else if (turned)
+    vector_products<P>(n, rows, k, w, w_ld, x, filled, out, ld);
+  else
+    integer_dots<P>(n, rows, k, w, w_ld, x, filled, out, ld);
+}
+
+// y (rows, n) = sums^T times the steps of row and feature, plus bias, each rounded once; sums (n,
+// ld), n <= kFewRowsStrip; bias may be null.
+template <typename T, typename C = compute_t<T>>
+void finish_sums(int64_t n, int64_t rows, const int32_t* sums, int64_t ld, const C* step,
+                 const float* scale, const T* bias, T* y, int64_t y_ld) {
+  alignas(64) C of_feature[kFewRowsStrip], shift[kFewRowsStrip] = {};
+  std::copy_n(scale, n, of_feature);
+  if (bias) widen(bias, n, shift);
+  // integers lie in as many bits as a float, and nothing is computed before they are floats
+  const auto finish = [&](int64_t r, int64_t c, int64_t columns, const float* row) {
+    const int32_t* integers = reinterpret_cast<const int32_t*>(row);
+    const C of_row = step[r];
+    alignas(64) C out[kTransposedColumns];
+    const auto scale_row = [&](auto count) __attribute__((always_inline)) {
 #pragma omp simd
-    for (int64_t r = 0; r < round_up(rows, 16); ++r)
-      out[f * ld + r] = static_cast<C>(sums[f * ld + r]) * (step[r] * of_feature);
+      for (int64_t j = 0; j < count; ++j)
+        out[j] = static_cast<C>(integers[j]) * (of_row * of_feature[c + j]) + shift[c + j];
+      narrow(out, count, y + r * y_ld + c);
+    };
+    if (columns == kTransposedColumns)  // mostly, and then the compiler knows it
+      scale_row(std::integral_constant<int64_t, kTransposedColumns>{});
+    else
+      scale_row(columns);
+  };
+  transposed_rows(reinterpret_cast<const float*>(sums), ld, rows, n, finish);
+}
+
+// Features begin..end - 1 of y (rows, y_ld) from rounded rows, as integer_products() takes them,
+// and their steps. `sums`: kFewRowsStrip for each row, as many of them as rows filled up to whole
+// panels.
+template <typename P, typename T, typename C = compute_t<T>>
+void integer_linear(int64_t begin, int64_t end, int64_t rows, int64_t k, const int8_t* w,
+                    int64_t w_ld, const typename P::E* x, int64_t filled, bool turned,
+                    const C* step, const float* scale, const T* bias, T* y, int64_t y_ld,
+                    int32_t* sums) {
+  // sums of tiles stay in L1; vectors copy weights first, for all rows
+  const int64_t part = P::kTiles ? kPanelRows : rows;
+  for (int64_t f = begin; f < end; f += kFewRowsStrip) {
+    const int64_t n = std::min(kFewRowsStrip, end - f);
+    for (int64_t r = 0; r < rows; r += part) {
+      const int64_t some = std::min(part, rows - r), ld = round_up(some, 16);
+      integer_products<P>(n, some, k, w + f * w_ld, w_ld, x + r * filled, filled, turned, sums, ld);
+      finish_sums(n, some, sums, ld, step + r, scale + f, bias ? bias + f : nullptr,
+                  y + r * y_ld + f, y_ld);
+    }
   }
 }
 

@@ -13,6 +13,8 @@ namespace tfm_kernels {
 inline namespace CPU_CAPABILITY {
 namespace {
 
+constexpr int64_t kRoundedRows = 16;  // rows at a time of what lies turned
+
 template <typename C>
 using bits_t = std::conditional_t<std::is_same_v<C, float>, uint32_t, uint64_t>;
 
@@ -26,31 +28,31 @@ C step_of(bits_t<C> most, C& factor) {
   return finite ? largest / C(127) : std::numeric_limits<C>::quiet_NaN();
 }
 
-// most[i] = the larger of it and |x[i]|, as bits, by which NaN is larger than infinity, and
-// infinity than numbers.
+// The larger of `most` and |x|, as bits, by which NaN is larger than infinity, and infinity than
+// numbers. (By value: of std::max()'s references gcc makes no vectors.)
 template <typename C>
-void largest_bits(int64_t n, const C* x, bits_t<C>* most) {
+[[gnu::always_inline]] inline bits_t<C> larger_bits(bits_t<C> most, C x) {
   constexpr bits_t<C> kSign = bits_t<C>(1) << (8 * sizeof(C) - 1);
-  const bits_t<C>* bits = reinterpret_cast<const bits_t<C>*>(x);
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) most[i] = std::max(most[i], bits[i] & ~kSign);
+  const bits_t<C> bits = std::bit_cast<bits_t<C>>(x) & ~kSign;
+  return most < bits ? bits : most;
 }
 
 // x in steps; 0 in a row of zeros and in one that is not finite.
 template <typename C>
 [[gnu::always_inline]] inline int32_t in_steps(C x, C factor) {
-  return static_cast<int32_t>(factor != C(0) ? std::rint(x * factor) : C(0));
+  if constexpr (std::is_same_v<C, float>)
+    return factor != 0.0f ? __builtin_irintf(x * factor) : 0;
+  else
+    return factor != 0.0 ? __builtin_irint(x * factor) : 0;
 }
 
 // x (k) rounded to integers of 127ths of its largest element, and `filled` of them in all, by 0;
 // returns the size of a step.
 template <typename P, typename C>
 C round_row(const C* x, int64_t k, int64_t filled, typename P::E* out) {
-  constexpr bits_t<C> kSign = bits_t<C>(1) << (8 * sizeof(C) - 1);
-  bits_t<C> most = 0;  // as in largest_bits
-  const bits_t<C>* bits = reinterpret_cast<const bits_t<C>*>(x);
+  bits_t<C> most = 0;
 #pragma omp simd reduction(max : most)
-  for (int64_t i = 0; i < k; ++i) most = std::max(most, bits[i] & ~kSign);
+  for (int64_t i = 0; i < k; ++i) most = larger_bits(most, x[i]);
   C factor;
   const C step = step_of<C>(most, factor);
 #pragma omp simd
@@ -86,28 +88,32 @@ void turn_panel(const typename P::E* rounded, int64_t rows, int64_t filled, type
                   reinterpret_cast<float*>(panel), kPanelRows, kPanelRows);
 }
 
-// A panel from numbers that lie turned, x (k, ld), for `rows` <= kPanelRows of them, which a
-// factor each makes numbers of steps; integers k to `filled` are 0.
+// A panel from numbers that lie turned, x (k, ld), for `rows` <= kPanelRows of them, a multiple of
+// kRoundedRows, which a factor each makes numbers of steps; integers k to `filled` are 0.
 template <typename P, typename C>
 void round_columns(int64_t k, int64_t filled, int64_t rows, const C* x, int64_t ld, const C* factor,
                    typename P::E* panel) {
   constexpr int kBits = 32 / P::kGroup;
   constexpr uint32_t kMask = 0xFFFFFFFFu >> (32 - kBits), kZero = static_cast<uint32_t>(P::kOffset);
-  for (int64_t g = 0; g < filled / P::kGroup; ++g) {
-    uint32_t* groups = reinterpret_cast<uint32_t*>(panel) + g * kPanelRows;
-    std::fill_n(groups, kPanelRows, uint32_t(0));
-    for (int64_t i = 0; i < P::kGroup; ++i) {
-      const int64_t feature = g * P::kGroup + i;
-      const C* from = x + feature * ld;
-      if (feature < k) {
+  uint32_t* groups = reinterpret_cast<uint32_t*>(panel);
+  for (int64_t r = 0; r < rows; r += kRoundedRows) {
+    // group g of integers, of which `there` features are
+    const auto round_group = [&](int64_t g, auto there) __attribute__((always_inline)) {
+      alignas(64) uint32_t group[kRoundedRows] = {};
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < P::kGroup; ++i) {
+        const C* from = x + (g * P::kGroup + i) * ld + r;
 #pragma omp simd
-        for (int64_t r = 0; r < rows; ++r)
-          groups[r] |= ((static_cast<uint32_t>(in_steps(from[r], factor[r])) + kZero) & kMask)
-                       << (i * kBits);
-      } else {
-        for (int64_t r = 0; r < rows; ++r) groups[r] |= kZero << (i * kBits);
+        for (int64_t l = 0; l < kRoundedRows; ++l) {
+          const int32_t steps = i < there ? in_steps(from[l], factor[r + l]) : 0;
+          group[l] |= ((static_cast<uint32_t>(steps) + kZero) & kMask) << (i * kBits);
+        }
       }
-    }
+      std::copy_n(group, kRoundedRows, groups + g * kPanelRows + r);
+    };
+    int64_t g = 0;
+    for (; g < k / P::kGroup; ++g) round_group(g, std::integral_constant<int64_t, P::kGroup>{});
+    for (; g < filled / P::kGroup; ++g) round_group(g, k - g * P::kGroup);
   }
 }
 

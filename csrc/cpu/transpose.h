@@ -7,6 +7,7 @@ inline namespace CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kTransposeBlock = 16;
+constexpr int64_t kTransposedColumns = 64;  // at a time
 
 template <typename C>
 void transpose_block(const C* src, int64_t src_ld, int64_t rows, int64_t columns, C* dst,
@@ -28,7 +29,7 @@ template <typename T>
 void transpose_widen(const T* src, int64_t src_ld, int64_t rows, int64_t columns, compute_t<T>* dst,
                      int64_t dst_ld, int64_t padded) {
   using C = compute_t<T>;
-  constexpr int64_t kB = kTransposeBlock, kWide = 64;
+  constexpr int64_t kB = kTransposeBlock, kWide = kTransposedColumns;
   for (int64_t r = 0; r < rows; r += kB) {
     const int64_t m = rows - r < kB ? rows - r : kB;
     for (int64_t c = 0; c < columns; c += kWide) {
@@ -53,12 +54,30 @@ void transpose_widen(const T* src, int64_t src_ld, int64_t rows, int64_t columns
       for (int64_t r = rows; r < padded; ++r) dst[c * dst_ld + r] = C(0);
 }
 
+// Calls row(r, c, n, numbers) for every row r of src^T and n columns of it, from c on, up to 64 at
+// a time: numbers[j] = src[c + j][r].
+template <typename C, typename Row>
+void transposed_rows(const C* src, int64_t src_ld, int64_t rows, int64_t columns, Row row) {
+  constexpr int64_t kB = kTransposeBlock, kWide = kTransposedColumns;
+  alignas(64) C wide[kB * kWide];
+  for (int64_t c = 0; c < columns; c += kWide) {
+    const int64_t n = columns - c < kWide ? columns - c : kWide;
+    for (int64_t r = 0; r < rows; r += kB) {
+      const int64_t m = rows - r < kB ? rows - r : kB;
+      for (int64_t j = 0; j < n; j += kB)
+        transpose_block(src + (c + j) * src_ld + r, src_ld, n - j < kB ? n - j : kB, m, wide + j,
+                        kWide);
+      for (int64_t i = 0; i < m; ++i) row(r + i, c, n, wide + i * kWide);
+    }
+  }
+}
+
 // dst[r][c] = src[c][r] + bias[c], rounded once; bias may be null.
 template <typename T>
 void transpose_narrow(const compute_t<T>* src, int64_t src_ld, int64_t rows, int64_t columns,
                       const T* bias, T* dst, int64_t dst_ld) {
   using C = compute_t<T>;
-  constexpr int64_t kB = kTransposeBlock, kWide = 64;
+  constexpr int64_t kB = kTransposeBlock;
   if constexpr (std::is_same_v<T, C>)
     if (!bias) {
       for (int64_t r = 0; r < rows; r += kB)
@@ -67,24 +86,13 @@ void transpose_narrow(const compute_t<T>* src, int64_t src_ld, int64_t rows, int
                           rows - r < kB ? rows - r : kB, dst + r * dst_ld + c, dst_ld);
       return;
     }
-  alignas(64) C wide[kB * kWide], shift[kWide];
-  for (int64_t c = 0; c < columns; c += kWide) {
-    const int64_t n = columns - c < kWide ? columns - c : kWide;
-    if (bias) widen(bias + c, n, shift);
-    for (int64_t r = 0; r < rows; r += kB) {
-      const int64_t m = rows - r < kB ? rows - r : kB;
-      for (int64_t j = 0; j < n; j += kB)
-        transpose_block(src + (c + j) * src_ld + r, src_ld, n - j < kB ? n - j : kB, m, wide + j,
-                        kWide);
-      for (int64_t i = 0; i < m; ++i) {
-        if (bias)
-          for_lanes<C>(n, [&]<typename V>(int64_t j) {
-            store(wide + i * kWide + j, load<V>(wide + i * kWide + j) + load<V>(shift + j));
-          });
-        narrow(wide + i * kWide, n, dst + (r + i) * dst_ld + c);
-      }
-    }
-  }
+  transposed_rows(src, src_ld, rows, columns, [&](int64_t r, int64_t c, int64_t n, const C* row) {
+    T* out = dst + r * dst_ld + c;
+    if (!bias) return narrow(row, n, out);
+    for_lanes<T>(n, [&]<typename V>(int64_t j) {
+      store(out + j, load<V>(row + j) + load<V>(bias + c + j));
+    });
+  });
 }
 
 }  // namespace

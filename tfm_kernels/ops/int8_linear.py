@@ -135,7 +135,7 @@ def int8_linear(
         scale: (N,), float32: the size of a step of each row of ``weight``.
         bias: (N,), dtype of ``x``, or None for no bias.
         dynamic: rounds each row of ``x`` to int8 as well (INT8_LINEAR.2): the product of the integers is exact, and on
-            processors with VNNI several times as fast as one of float32.
+            processors with VNNI or AMX several times as fast as one of float32.
         backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
 
     Returns:
