@@ -3,7 +3,8 @@
 // What such a product costs is the weights' way from L3 or memory, so they are read once, in the
 // order they lie, and asked for ahead. Up to kDotRows rows: every element is a dot product, nothing
 // is packed or turned; one row takes a feature after the other, more take some features at once.
-// Beyond: x is turned, so that a vector holds rows, and each weight multiplies whole vectors.
+// Beyond: x is turned, so that a vector holds rows, and each weight multiplies whole vectors. Tiles
+// of bfloat16, where they are the better ones, take x turned whatever its rows.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -11,6 +12,7 @@
 #include "isa.h"
 #include "operand.h"
 #include "prefetch.h"
+#include "weights.h"
 
 namespace tfm_kernels {
 
@@ -20,9 +22,6 @@ constexpr int64_t kFewRows = 32;
 constexpr int64_t kDotRows = 8;
 constexpr int64_t kFewRowsStrip = 96;  // features at a time, a multiple of every tile's
 
-// Whether the products of this many rows take x turned.
-inline bool turns_rows(int64_t rows) { return rows > kDotRows; }
-
 // Whether the products below serve so few rows of bfloat16 that the CPU multiplies as it is stored.
 // The matrix library's tiles are 16 rows wide: by AMX that costs nothing, by AVX512_BF16 it does,
 // and weights whose rows lie a power of two apart fall on the same lines of L1 (Zen 4: 1 row of
@@ -30,6 +29,18 @@ inline bool turns_rows(int64_t rows) { return rows > kDotRows; }
 // 715 and 804).
 inline bool outruns_bf16_tiles(int64_t rows) {
   return rows <= 16 && isa() == Isa::avx512 && !has_amx();
+}
+
+// Whether the products of this many rows of operands O are the matrix library's.
+template <typename O>
+bool takes_tiles(int64_t rows) {
+  return std::is_same_v<O, bf16_t> && !outruns_bf16_tiles(rows);
+}
+
+// Whether they take x turned.
+template <typename O>
+bool turns_rows(int64_t rows) {
+  return rows > kDotRows || takes_tiles<O>(rows);
 }
 
 // Elements of working memory for a strip of products with `rows` rows.
@@ -41,7 +52,7 @@ inline int64_t few_rows_operand_room(int64_t rows, int64_t k) { return k * round
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// Whether bfloat16 can be multiplied here as it is stored.
+// Whether bfloat16 can be multiplied here as it is stored without tiles.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr bool kPairProducts = true;
 #else
@@ -304,19 +315,24 @@ template <typename T, typename O, typename C = compute_t<T>>
 void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_ld, const O* x,
                       int64_t x_ld, C* out, int64_t ld) {
   constexpr int64_t kLanes = at::vec::Vectorized<C>::size();
-  if (turns_rows(rows)) {
-    if (ld == kLanes)
-      turned_products<1>(n, k, w, w_ld, x, ld, out);
-    else
-      turned_products<2>(n, k, w, w_ld, x, ld, out);
-  } else if (rows == 1 && kWidens<T> && k <= kRowLength) {
-    row_products(n, k, w, w_ld, x, out, ld);
-  } else if (rows == 1) {
-    dot_products<1>(n, rows, k, w, w_ld, x, x_ld, out, ld);
-  } else if (rows == 2 || kDotSums<C> == 8) {
-    dot_products<2>(n, rows, k, w, w_ld, x, x_ld, out, ld);
-  } else {
-    dot_products<4>(n, rows, k, w, w_ld, x, x_ld, out, ld);
+  if constexpr (std::is_same_v<O, bf16_t>)
+    if (takes_tiles<O>(rows))
+      return product(n, ld, k, w, w_ld, x, ld, out, ld, false, longest_sum<O>(ld));
+  if constexpr (!std::is_same_v<O, bf16_t> || kPairProducts) {
+    if (turns_rows<O>(rows)) {
+      if (ld == kLanes)
+        turned_products<1>(n, k, w, w_ld, x, ld, out);
+      else
+        turned_products<2>(n, k, w, w_ld, x, ld, out);
+    } else if (rows == 1 && kWidens<T> && k <= kRowLength) {
+      row_products(n, k, w, w_ld, x, out, ld);
+    } else if (rows == 1) {
+      dot_products<1>(n, rows, k, w, w_ld, x, x_ld, out, ld);
+    } else if (rows == 2 || kDotSums<C> == 8) {
+      dot_products<2>(n, rows, k, w, w_ld, x, x_ld, out, ld);
+    } else {
+      dot_products<4>(n, rows, k, w, w_ld, x, x_ld, out, ld);
+    }
   }
 }
 
@@ -324,7 +340,7 @@ void few_rows_product(int64_t n, int64_t rows, int64_t k, const T* w, int64_t w_
 // dimension in `ld`; `room` has few_rows_operand_room(rows, k) elements.
 template <typename T, typename O>
 const O* few_rows_operand(const T* x, int64_t rows, int64_t k, O* room, int64_t& ld) {
-  if (turns_rows(rows)) {
+  if (turns_rows<O>(rows)) {
     const int64_t padded = round_up(rows, 16);
     turn_right(x, ld, rows, k, room, padded, padded);
     ld = padded;

@@ -66,9 +66,11 @@ void run_few_rows(FfnFwd& args, DType dtype, const at::Tensor& x) {
   for_strips(args.F, workers, [&](int64_t begin, int64_t end, int64_t worker) {
     TFM_KERNEL(ffn_fwd_few_rows_hidden)
     (args, dtype, begin, end, workspace.second(worker * room));
+    gemm_release();
   });
   for_strips(args.Eo, workers, [&](int64_t begin, int64_t end, int64_t worker) {
     TFM_KERNEL(ffn_fwd_few_rows_out)(args, dtype, begin, end, workspace.second(worker * room));
+    gemm_release();
   });
 }
 
@@ -107,7 +109,7 @@ std::tuple<at::Tensor, at::Tensor> ffn_fwd_cpu(
   args.activation = static_cast<Activation>(activation);
   args.dropout = check_dropout(dropout_p, seed, kOp);
   args.dropout_rows = check_rows(dropout_rows, M, kOp);
-  if (M <= kFewRows && (!args.bf16_tiles || outruns_bf16_tiles(M)))
+  if (M <= kFewRows)
     run_few_rows(args, dtype, x);
   else
     run_tiles(args, dtype, x);

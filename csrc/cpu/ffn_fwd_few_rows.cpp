@@ -4,8 +4,7 @@
 // Traffic: reads the weights once, from L3 or memory, which is what it costs; x, h (M*F) and y stay
 // in cache. 4*M*E*F FLOPs, 6 with a gate.
 // Limits:  at most kFewRows rows. Sums in float32, in float64 for float64; bfloat16 products where
-// outruns_bf16_tiles().
-// Source:  own work.
+// the CPU has them. The result does not depend on the number of threads. Source:  own work.
 #include "few_rows.h"
 #include "ffn_hidden.h"
 
@@ -27,7 +26,7 @@ void hidden_features(const FfnFwd& args, int64_t begin, int64_t end, C* scratch)
     const int64_t n = std::min(kFewRowsStrip, end - f);
     C* hidden = scratch;
     if constexpr (std::is_same_v<O, C>)
-      if (turns_rows(rows)) hidden = all + f * ld;
+      if (turns_rows<O>(rows)) hidden = all + f * ld;
     few_rows_product(n, rows, args.E, static_cast<const T*>(args.w1) + f * args.E, args.E, x, x_ld,
                      hidden, ld);
     if (linear)
@@ -35,7 +34,7 @@ void hidden_features(const FfnFwd& args, int64_t begin, int64_t end, C* scratch)
                        x_ld, linear, ld);
     activate<T>(args, 0, rows, f, n, ld, hidden, linear);
     if (args.dropout.active()) drop(args.dropout, numbers, f, n, ld, hidden);
-    if (turns_rows(rows))
+    if (turns_rows<O>(rows))
       as_right(hidden, n, ld, all + f * ld);
     else
       transpose_narrow<O>(hidden, ld, rows, n, nullptr, all + f, args.F);
@@ -46,7 +45,7 @@ void hidden_features(const FfnFwd& args, int64_t begin, int64_t end, C* scratch)
 
 void ffn_fwd_few_rows_hidden(const FfnFwd& args, DType dtype, int64_t begin, int64_t end,
                              void* scratch) {
-  for_operands<kPairProducts>(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
+  for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using C = compute_t<decltype(zero)>;
     hidden_features<decltype(zero), decltype(operand)>(args, begin, end, static_cast<C*>(scratch));
   });
@@ -54,11 +53,11 @@ void ffn_fwd_few_rows_hidden(const FfnFwd& args, DType dtype, int64_t begin, int
 
 void ffn_fwd_few_rows_out(const FfnFwd& args, DType dtype, int64_t begin, int64_t end,
                           void* scratch) {
-  for_operands<kPairProducts>(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
+  for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using T = decltype(zero);
     using O = decltype(operand);
     using C = compute_t<T>;
-    const int64_t ld = turns_rows(args.M) ? round_up(args.M, 16) : args.F;
+    const int64_t ld = turns_rows<O>(args.M) ? round_up(args.M, 16) : args.F;
     few_rows_linear(begin, end, args.M, args.F, static_cast<const O*>(args.hidden), ld,
                     static_cast<const T*>(args.w2), args.F, static_cast<const T*>(args.b2),
                     static_cast<T*>(args.y), args.Eo, static_cast<C*>(scratch));

@@ -59,30 +59,11 @@ void tile(const LinearFwd& args, int64_t row, int64_t begin, int64_t end, C* x) 
   });
 }
 
-// Features begin..end - 1 of few rows of y, by tiles of bfloat16.
-void tile_features(const LinearFwd& args, int64_t row, int64_t rows, int64_t begin, int64_t end,
-                   float* room) {
-  const int64_t ld = round_up(rows, 16);
-  bf16_t* x = reinterpret_cast<bf16_t*>(room + few_rows_room(rows));
-  turn_right(static_cast<const bf16_t*>(args.x) + row * args.x_stride_m, args.x_stride_m, rows,
-             args.K, x, ld, ld);
-  const int64_t w_ld = args.weight_stride_n;
-  const bf16_t* weight = static_cast<const bf16_t*>(args.weight);
-  few_rows_strips(begin, end, rows, static_cast<const bf16_t*>(args.bias),
-                  static_cast<bf16_t*>(args.y) + row * args.N, args.N, room,
-                  [&](int64_t f, int64_t n) {
-                    product(n, ld, args.K, weight + f * w_ld, w_ld, x, ld, room, ld, false,
-                            longest_sum<bf16_t>(ld));
-                  });
-}
-
 }  // namespace
 
 void linear_fwd(const LinearFwd& args, DType dtype, int64_t row, int64_t rows, int64_t begin,
                 int64_t end, void* scratch) {
-  if (args.bf16_tiles && !outruns_bf16_tiles(rows))
-    return tile_features(args, row, rows, begin, end, static_cast<float*>(scratch));
-  for_operands<kPairProducts>(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
+  for_operands(dtype, args.bf16_tiles, [&](auto zero, auto operand) {
     using T = decltype(zero);
     using C = compute_t<T>;
     using O = decltype(operand);

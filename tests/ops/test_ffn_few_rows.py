@@ -77,7 +77,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 5, 9])
+@pytest.mark.parametrize("rows", [1, 5, 9, 20, 32])
 def test_does_not_depend_on_threads(rows, dtype):
     given, found = block(rows, 70, 1030, 50, dtype, gated=True), []
     for threads in (1, 2, 5):
