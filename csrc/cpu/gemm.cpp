@@ -48,8 +48,7 @@ bool multiplies_tiles() {
 bool has_bf16_tiles() {
 #if defined(__x86_64__)
   static const bool answer =
-      (__builtin_cpu_supports("avx512bf16") || __builtin_cpu_supports("amx-bf16")) &&
-      multiplies_tiles<at::BFloat16, float>();
+      __builtin_cpu_supports("avx512bf16") && multiplies_tiles<at::BFloat16, float>();
   return answer;
 #else
   return false;

@@ -38,8 +38,8 @@ void gemm_tile(int64_t m, int64_t n, int64_t k, const uint16_t* a, int64_t lda, 
 void gemm_tile(int64_t m, int64_t n, int64_t k, const int8_t* a, int64_t lda, const int8_t* b,
                int64_t ldb, int32_t* c, int64_t ldc, bool accumulate);
 
-// Whether this CPU multiplies bfloat16 tiles natively (AVX512_BF16 or AMX). Elsewhere kernels widen
-// to float32 first, which is three times faster than the emulation.
+// Whether this CPU multiplies bfloat16 tiles natively (AVX512_BF16, perhaps AMX). Elsewhere kernels
+// widen to float32 first, which is three times faster than the emulation.
 bool has_bf16_tiles();
 
 // Whether those tiles are AMX's, which take no longer for 16 columns than the weights take to come.

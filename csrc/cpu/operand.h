@@ -25,12 +25,10 @@ inline bool takes_bf16_tiles(DType dtype, std::initializer_list<int64_t> even) {
          std::all_of(even.begin(), even.end(), [](int64_t n) { return n % 2 == 0; });
 }
 
-// Calls `body` with a value of the storage type that `dtype` names and one of its operands' type;
-// `pairs`: bfloat16 as it is stored may be one.
-template <bool pairs = true, typename Body>
-decltype(auto) for_operands(DType dtype, [[maybe_unused]] bool bf16_tiles, Body&& body) {
-  if constexpr (pairs)
-    if (dtype == DType::bf16 && bf16_tiles) return body(bf16_t{}, bf16_t{});
+// Calls `body` with a value of the storage type that `dtype` names and one of its operands' type.
+template <typename Body>
+decltype(auto) for_operands(DType dtype, bool bf16_tiles, Body&& body) {
+  if (dtype == DType::bf16 && bf16_tiles) return body(bf16_t{}, bf16_t{});
   return for_dtype(dtype, [&](auto zero) { return body(zero, compute_t<decltype(zero)>{}); });
 }
 
@@ -69,6 +67,21 @@ inline uint32_t bf16_bits(bf16_t value) { return value.x; }
 // Two rows of n numbers, rounded, as one pair of rows of a right operand; no `odd`: zeros.
 template <typename S>
 void pair_rows(const S* even, const S* odd, int64_t n, bf16_t* dst) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<S, float>) {
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    for (int64_t j = 0; j < n; j += Vec::size()) {
+      const __mmask16 there = n - j < Vec::size() ? (1u << (n - j)) - 1u : 0xFFFFu;
+      const __m512 low = _mm512_maskz_loadu_ps(there, even + j);
+      const __m512 high = odd ? _mm512_maskz_loadu_ps(there, odd + j) : _mm512_setzero_ps();
+      const __m512i pairs = _mm512_permutexvar_epi16(order, operands(low, high));
+      _mm512_mask_storeu_epi32(dst + 2 * j, there, pairs);
+    }
+    return;
+  }
+#endif
   uint32_t* pairs = reinterpret_cast<uint32_t*>(dst);
   if (odd) {
 #pragma omp simd
@@ -107,7 +120,14 @@ const O* as_left(const C* values, [[maybe_unused]] int64_t n, [[maybe_unused]] O
   if constexpr (std::is_same_v<O, C>) {
     return values;
   } else {
-    narrow(values, n, room);
+    int64_t i = 0;
+    for (; i + 2 * Vec::size() <= n; i += 2 * Vec::size())
+      operands(Vec::loadu(values + i), Vec::loadu(values + i + Vec::size())).store(room + i);
+    if (const int rest = static_cast<int>(n - i); rest > 0) {
+      const int more = std::max<int>(rest - Vec::size(), 0);
+      const Vec low = Vec::loadu(values + i, rest - more);
+      operands(low, Vec::loadu(values + i + Vec::size(), more)).store(room + i, rest);
+    }
     return room;
   }
 }

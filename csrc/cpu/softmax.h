@@ -55,8 +55,8 @@ C maximum(const C* x, int64_t w) {
 }
 
 // out = 2^((x - shift) step) over w numbers, w a multiple of 16, rounded once where out is narrower
-// than x; their sum before that. out may be x. The difference comes first, so that large scores
-// lose nothing.
+// than x, as an operand of products; their sum before that. out may be x. The difference comes
+// first, so that large scores lose nothing.
 template <typename C, typename O>
 C exponentials(const C* x, int64_t w, C shift, C step, O* out) {
   using V = at::vec::Vectorized<C>;
@@ -72,15 +72,16 @@ C exponentials(const C* x, int64_t w, C shift, C step, O* out) {
       p0.store(out + j);
       p1.store(out + j + V::size());
     } else {
-      at::vec::convert_from_float<O>(p0, p1).store(out + j);
+      operands(p0, p1).store(out + j);
     }
   }
   if (j < w) {
     const V p = one(j);
     s0 = s0 + p;
-    C last[V::size()];
-    p.store(last);
-    narrow(last, V::size(), out + j);
+    if constexpr (std::is_same_v<O, C>)
+      p.store(out + j);
+    else
+      operands(p, p).store(out + j, V::size());
   }
   return at::vec::vec_reduce_all<C>([](const V& p, const V& q) { return p + q; }, s0 + s1);
 }

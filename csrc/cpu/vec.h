@@ -134,6 +134,22 @@ void narrow(const compute_t<T>* in, int64_t n, T* out) {
   }
 }
 
+// Two vectors rounded once, to nearest even, as what the processor's own products of bfloat16 read,
+// which take numbers below 2^-126 for 0. Only where it has such products. (By its name, because
+// this file is also compiled for processors that do not have the instruction; what narrow() does
+// instead takes 15.)
+inline at::vec::Vectorized<bf16_t> operands(const Vec& low, const Vec& high) {
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512i both;
+  asm("vcvtne2ps2bf16 %1, %2, %0"
+      : "=v"(both)
+      : "v"(static_cast<__m512>(low)), "v"(static_cast<__m512>(high)));
+  return both;
+#else
+  return at::vec::convert_from_float<bf16_t>(low, high);
+#endif
+}
+
 // The numbers that one vector of 16-bit ones widens to.
 struct TwoVecs {
   Vec low, high;
