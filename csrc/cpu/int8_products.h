@@ -246,6 +246,38 @@ void integer_linear(int64_t begin, int64_t end, int64_t rows, int64_t k, const i
   }
 }
 
+constexpr int64_t kPackedRows = 128;  // at a time: their sums with a panel of features fit L1
+
+// Features begin..end - 1 of y (rows, y_ld), `begin` a whole panel, from rounded rows that lie as
+// they are and panels of weights, both `filled` integers long; tiles alone. More rows than there
+// are may be read, up to a whole panel. `sums`: (kPackedRows, kPanelRows).
+template <typename T, typename C = compute_t<T>>
+void packed_linear(int64_t begin, int64_t end, int64_t rows, const int8_t* packed, const int8_t* x,
+                   int64_t filled, const C* step, const float* scale, const T* bias, T* y,
+                   int64_t y_ld, int32_t* sums) {
+  for (int64_t r = 0; r < rows; r += kPackedRows) {
+    const int64_t some = std::min(kPackedRows, rows - r);
+    for (int64_t f = begin; f < end; f += kPanelRows) {
+      const int64_t n = std::min(kPanelRows, end - f);
+      // few sizes, because the matrix library compiles code for each
+      gemm_tile(round_up(some, kPanelRows), kPanelRows, filled, x + r * filled, filled,
+                packed + f * filled, kPanelRows, sums, kPanelRows, false);
+      alignas(64) C of_feature[kPanelRows] = {}, shift[kPanelRows] = {};
+      std::copy_n(scale + f, n, of_feature);
+      if (bias) widen(bias + f, n, shift);
+      for (int64_t i = 0; i < some; ++i) {
+        const int32_t* row = sums + i * kPanelRows;
+        const C of_row = step[r + i];
+        alignas(64) C out[kPanelRows];
+#pragma omp simd
+        for (int64_t j = 0; j < kPanelRows; ++j)
+          out[j] = static_cast<C>(row[j]) * (of_row * of_feature[j]) + shift[j];
+        narrow(out, n, y + (r + i) * y_ld + f);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace CPU_CAPABILITY
 }  // namespace tfm_kernels

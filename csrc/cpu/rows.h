@@ -86,7 +86,7 @@ struct TileGrid {
   TileGrid(int64_t rows, int64_t features, int64_t most, int64_t step, int64_t threads)
       : features(features), tile(round_up(tile_rows(rows, most, threads), step)) {
     const int64_t tiles = ceil_div(rows, tile);
-    chunk = std::min<int64_t>(512, round_up(ceil_div(features, ceil_div(threads, tiles)), 16));
+    chunk = std::min<int64_t>(512, round_up(ceil_div(features, ceil_div(threads, tiles)), 32));
     strips = ceil_div(features, std::max<int64_t>(chunk, 1));
     tasks = tiles * strips;
     workers = std::min(tasks, threads);

@@ -27,6 +27,7 @@ SIZES = [
     (16, 600, 97),
 ]
 SIZES += [(31, 33, 24), (32, 128, 260), (33, 40, 40), (70, 9, 12), (150, 140, 530), (270, 1040, 20), (600, 513, 37)]
+SIZES += [(300, 141, 130)]
 
 
 def layer(rows, width, out, dtype=torch.float32, bias=True, dynamic=False):

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 INFO = _library.cpu_extension.build_info() if _library.cpu_extension is not None else {}
 # what oneDNN is told not to go beyond -> the unit that is left
 UNITS = {"AVX512_CORE": "pairs", "AVX512_CORE_BF16": "groups"}
-# widths whose groups are whole and not, rows in a part of a panel, in panels and in tiles
+# widths whose groups are whole and not; rows in a part of a panel, in panels, in tiles, and many beside their width
 LINEAR = [(9, 70, 13), (16, 64, 97), (31, 33, 24), (33, 128, 260), (150, 141, 530), (270, 1042, 20)]
+LINEAR += [(256, 128, 64), (300, 141, 530), (700, 70, 37)]
 FFN = [(40, 64, 200, 24), (150, 33, 101, 20), (333, 70, 97, 130), (700, 513, 30, 5)]
 CODE = """
 import sys, torch
