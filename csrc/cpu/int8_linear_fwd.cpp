@@ -68,7 +68,7 @@ TFM_DECLARE_KERNEL(void int8_linear_fwd_integers(const Int8LinearFwd& args, DTyp
                                                  void* scratch))
 
 inline int64_t int8_linear_fwd_integers_scratch(const Int8LinearFwd& args) {
-  return kFewRowsStrip * round_up(args.tile, kPanelRows);
+  return std::max(kFewRowsStrip * round_up(args.tile, kPanelRows), kPackedRows * kPanelRows);
 }
 
 inline namespace CPU_CAPABILITY {

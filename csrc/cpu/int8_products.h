@@ -16,6 +16,9 @@ inline IntegerUnit integer_unit(int64_t rows) {
   return has_int8_tiles() && rows > kDotRows ? IntegerUnit::tiles : IntegerUnit::groups;
 }
 
+// Rows of packed products at a time: their sums with a panel of features fit L1.
+constexpr int64_t kPackedRows = 128;
+
 inline namespace CPU_CAPABILITY {
 namespace {
 
@@ -198,8 +201,24 @@ void integer_products(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64
     integer_dots<P>(n, rows, k, w, w_ld, x, filled, out, ld);
 }
 
-// y (rows, n) = sums^T times the steps of row and feature, plus bias, each rounded once; sums (n,
-// ld), n <= kFewRowsStrip; bias may be null.
+// n <= kMost numbers of a row of y: sums times the steps of row and feature, plus bias, each
+// rounded once.
+template <int64_t kMost, typename T, typename C = compute_t<T>>
+void scale_row(int64_t n, const int32_t* sums, C of_row, const C* of_feature, const C* bias, T* y) {
+  alignas(64) C out[kMost];
+  const auto scale = [&](auto count) __attribute__((always_inline)) {
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j)
+      out[j] = static_cast<C>(sums[j]) * (of_row * of_feature[j]) + bias[j];
+    narrow(out, count, y);
+  };
+  if (n == kMost)  // mostly, and then the compiler knows it
+    scale(std::integral_constant<int64_t, kMost>{});
+  else
+    scale(n);
+}
+
+// y (rows, n) from sums (n, ld), n <= kFewRowsStrip; bias may be null.
 template <typename T, typename C = compute_t<T>>
 void finish_sums(int64_t n, int64_t rows, const int32_t* sums, int64_t ld, const C* step,
                  const float* scale, const T* bias, T* y, int64_t y_ld) {
@@ -207,22 +226,12 @@ void finish_sums(int64_t n, int64_t rows, const int32_t* sums, int64_t ld, const
   std::copy_n(scale, n, of_feature);
   if (bias) widen(bias, n, shift);
   // integers lie in as many bits as a float, and nothing is computed before they are floats
-  const auto finish = [&](int64_t r, int64_t c, int64_t columns, const float* row) {
-    const int32_t* integers = reinterpret_cast<const int32_t*>(row);
-    const C of_row = step[r];
-    alignas(64) C out[kTransposedColumns];
-    const auto scale_row = [&](auto count) __attribute__((always_inline)) {
-#pragma omp simd
-      for (int64_t j = 0; j < count; ++j)
-        out[j] = static_cast<C>(integers[j]) * (of_row * of_feature[c + j]) + shift[c + j];
-      narrow(out, count, y + r * y_ld + c);
-    };
-    if (columns == kTransposedColumns)  // mostly, and then the compiler knows it
-      scale_row(std::integral_constant<int64_t, kTransposedColumns>{});
-    else
-      scale_row(columns);
-  };
-  transposed_rows(reinterpret_cast<const float*>(sums), ld, rows, n, finish);
+  transposed_rows(reinterpret_cast<const float*>(sums), ld, rows, n,
+                  [&](int64_t r, int64_t c, int64_t columns, const float* row) {
+                    scale_row<kTransposedColumns>(columns, reinterpret_cast<const int32_t*>(row),
+                                                  step[r], of_feature + c, shift + c,
+                                                  y + r * y_ld + c);
+                  });
 }
 
 // Features begin..end - 1 of y (rows, y_ld) from rounded rows, as integer_products() takes them,
@@ -246,8 +255,6 @@ void integer_linear(int64_t begin, int64_t end, int64_t rows, int64_t k, const i
   }
 }
 
-constexpr int64_t kPackedRows = 128;  // at a time: their sums with a panel of features fit L1
-
 // Features begin..end - 1 of y (rows, y_ld), `begin` a whole panel, from rounded rows that lie as
 // they are and panels of weights, both `filled` integers long; tiles alone. More rows than there
 // are may be read, up to a whole panel. `sums`: (kPackedRows, kPanelRows).
@@ -262,18 +269,12 @@ void packed_linear(int64_t begin, int64_t end, int64_t rows, const int8_t* packe
       // few sizes, because the matrix library compiles code for each
       gemm_tile(round_up(some, kPanelRows), kPanelRows, filled, x + r * filled, filled,
                 packed + f * filled, kPanelRows, sums, kPanelRows, false);
-      alignas(64) C of_feature[kPanelRows] = {}, shift[kPanelRows] = {};
+      alignas(64) C of_feature[kPanelRows], shift[kPanelRows] = {};
       std::copy_n(scale + f, n, of_feature);
       if (bias) widen(bias + f, n, shift);
-      for (int64_t i = 0; i < some; ++i) {
-        const int32_t* row = sums + i * kPanelRows;
-        const C of_row = step[r + i];
-        alignas(64) C out[kPanelRows];
-#pragma omp simd
-        for (int64_t j = 0; j < kPanelRows; ++j)
-          out[j] = static_cast<C>(row[j]) * (of_row * of_feature[j]) + shift[j];
-        narrow(out, n, y + (r + i) * y_ld + f);
-      }
+      for (int64_t i = 0; i < some; ++i)
+        scale_row<kPanelRows>(n, sums + i * kPanelRows, step[r + i], of_feature, shift,
+                              y + (r + i) * y_ld + f);
     }
   }
 }

@@ -82,7 +82,7 @@ void for_tasks(int64_t tasks, int64_t workers, Body body) {
 struct TileGrid {
   int64_t features, tile, chunk, strips, tasks, workers;
 
-  // Tiles of `most` rows or fewer, in multiples of `step`.
+  // Tiles of `most` rows or fewer, in multiples of `step`; features in whole panels of 32.
   TileGrid(int64_t rows, int64_t features, int64_t most, int64_t step, int64_t threads)
       : features(features), tile(round_up(tile_rows(rows, most, threads), step)) {
     const int64_t tiles = ceil_div(rows, tile);
