@@ -69,6 +69,21 @@ def test_the_judge_sees_what_is_lost(dynamic):
             judge("int8_linear", given, {"y": y - lost}).raise_broken()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("size", [(13, 400, 75), (70, 583, 72)], ids=str)
+def test_the_judge_takes_one_product_added_after_the_other(size, threads):
+    """However the eager formula's BLAS adds, by which it is measured."""
+    given = layer(*size)
+    y = torch.zeros(size[0], size[2])
+    for x, weight in zip(given["x"].T, given["weight"].float().T, strict=True):
+        y = torch.addcmul(y, x[:, None], weight)
+    y = y * given["scale"] + given["bias"]
+    with on_threads(threads):
+        judge("int8_linear", given, {"y": y}).raise_broken()
+        with pytest.raises(ContractError):  # a factor that is a little wrong
+            judge("int8_linear", given, {"y": y * (1 + 2**-19)}).raise_broken()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_product_of_integers_is_exact(backend, size):
