@@ -7,6 +7,7 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tfm_kernels.proof import prove_patched
+from tfm_kernels.proof.nearby import POINTS
 from tfm_kernels.testing.rounding import rounding
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -95,11 +96,54 @@ def test_a_defect_of_the_gradient_fails_at_every_point(cls, dtype, monkeypatch):
     assert all("points" in row.detail for row in report.failures)
 
 
-def test_where_a_module_fails_nothing_is_measured_again():
+class Chain(nn.Module):
+    """Two layers with values at the kink, as a model of which both are replaced."""
+
+    def __init__(self, x, dtype):
+        super().__init__()
+        self.one, self.two = model_at_the_kink(x, dtype), model_at_the_kink(x, dtype)
+
+    def forward(self, x):
+        return self.one(x) + self.two(x)
+
+
+def both(cls):
+    """A patch that makes this class of the layers."""
+    return lambda model: [setattr(layer, "__class__", cls) for layer in (model.one, model.two)]
+
+
+def proven(cls, dtype):
+    """A proof of a chain, and what stages it told of."""
     told = []
-    patch = lambda model: setattr(model, "__class__", AllGradients)
-    report = prove_patched(Kinked(), inputs(), patch=patch, progress=told.append)
-    assert report.culprits == ["the model"] and not any("nearby" in stage for stage in told)
+    model = Chain(inputs(), dtype).to(dtype).eval()
+    return prove_patched(model, inputs().to(dtype), patch=both(cls), count=1, progress=told.append), told
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_flipped_relu_of_a_module_fed_alone_passes(dtype):
+    report, _ = proven(OtherSide, dtype)
+    assert report.passed, report.table()
+    again = {row.module for row in report.rows if row.kind == "module" and "points" in row.detail}
+    assert again == {"one", "two"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls", [AllGradients, OneUnit])
+def test_a_defect_of_a_module_fed_alone_fails_and_nothing_else_is_measured_again(cls, dtype):
+    report, told = proven(cls, dtype)
+    assert report.culprits == ["one", "two"]
+    assert {row.module for row in report.rows if "points" in row.detail} == {"one"}
+    assert sum("nearby" in stage for stage in told) == POINTS
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_an_encoder_with_relu_in_float32(seed):
+    """A unit in a million falls to the other side of the kink: up to 1e-3 of a gradient that is right to 3e-7."""
+    torch.manual_seed(seed)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    report = tfk.prove(model, torch.randn(8, 128, 256))
+    assert report.passed, report.table()
 
 
 @pytest.mark.parametrize("seed", [4, 17])

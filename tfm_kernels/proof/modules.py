@@ -10,16 +10,17 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import precision
+from . import nearby, precision
 from .report import Row
 from .rule import Judge
 from .runs import Call, Run, run
-from .side_by_side import Models, PatchedFails, first_line, not_autocast, run_alone
+from .side_by_side import Models, PatchedFails, Trio, first_line, not_autocast, run_alone
 
 
 def replaced(original: nn.Module, patched: nn.Module) -> list[str]:
@@ -98,6 +99,7 @@ def compare_alone(
     judge: Judge,
     notes: list[str],
     progress: Callable[[str], None],
+    wrong: bool = False,
 ) -> Iterator[Row]:
     """Outputs and gradients of each module fed alone.
 
@@ -107,14 +109,16 @@ def compare_alone(
         judge: the rule.
         notes: grows by the modules that the original itself cannot run alone.
         progress: told of each module.
+        wrong: whether it is known that something is; then, and from the first module on that is wrong, no gradient is
+            measured again nearby.
     """
     for number, (name, call) in enumerate(calls.items()):
         progress(f"module {number + 1} of {len(calls)}, {name}")
+        alone = _Alone(name, models.at(name), call, judge, _is_stack(name, calls))
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                trio = run_alone(models.at(name), call, judge.dtype)
+            trio = alone.run()
         except PatchedFails as error:
+            wrong = True
             yield Row(
                 "module", name, "call", 0, 0.0, float("inf"), 0.0, "form", f"fails where the original runs ({error})"
             )
@@ -122,16 +126,48 @@ def compare_alone(
         except Exception as error:  # what a module asks of its surroundings, only it knows
             notes.append(f"{name} was not fed alone: the original cannot run so ({first_line(error)})")
             continue
-        stack = _is_stack(name, calls)
-        leaning = None if stack else 0.05
-        yield from judge.compare("module", *trio.outputs(), module=name, leaning=leaning, by_row=True)
+        rows, gradients = alone.outputs(trio), alone.gradients(trio)
+        if not wrong and all(row.passed for row in rows):
+            gradients = nearby.judged_again(gradients, alone.models, judge.dtype, alone.gradients_again, progress)
+        wrong = wrong or not all(row.passed for row in rows + gradients)
+        yield from rows + gradients
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """One module, three times, what it is fed, and the rule.
+
+    Attributes:
+        stack: whether it hands errors on among its own layers, as a whole model does.
+    """
+
+    name: str
+    models: Models
+    call: Call
+    judge: Judge
+    stack: bool
+
+    def run(self) -> Trio:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run_alone(self.models, self.call, self.judge.dtype)
+
+    def outputs(self, trio: Trio) -> list[Row]:
+        """And the buffers that changed."""
+        leaning = None if self.stack else 0.05
+        rows = self.judge.compare("module", *trio.outputs(), module=self.name, leaning=leaning, by_row=True)
         buffers = [{f"buffer {key}": value for key, value in found.items()} for found in trio.buffers()]
-        yield from judge.compare("module", *buffers, module=name)
-        gradients = [{f"gradient of {key}": value for key, value in found.items()} for found in trio.gradients()]
-        leaning = None if stack else 0.15
-        yield from judge.compare(
-            "module", *gradients, module=name, leaning=leaning, rows_summed=trio.rows, no_more=True
+        return rows + self.judge.compare("module", *buffers, module=self.name)
+
+    def gradients(self, trio: Trio) -> list[Row]:
+        found = [{f"gradient of {key}": value for key, value in found.items()} for found in trio.gradients()]
+        leaning = None if self.stack else 0.15
+        return self.judge.compare(
+            "module", *found, module=self.name, leaning=leaning, rows_summed=trio.rows, no_more=True
         )
+
+    def gradients_again(self) -> list[Row]:
+        return self.gradients(self.run())
 
 
 def _is_stack(name: str, names: Iterable[str]) -> bool:

@@ -41,7 +41,8 @@ hundred times as large (the first token of many models) wherever it stands. q is
 small BERT, DistilBERT, GPT-2 and T5, rows of 32 to 100 columns, the worst row of an honest patch had 1.7 times what
 stands behind the factor; short rows scatter more. In float32 a row that is wrong cannot hide so.
 
-Gradients of the whole model that fail by size, and nothing else, are judged again at points nearby (nearby.py).
+Gradients that fail by size, of the whole model or of a module fed alone, where nothing else fails, are judged again at
+points nearby (nearby.py).
 
 Integers and bools have no error: where R and S agree K must, too, and elsewhere be one of both.
 
