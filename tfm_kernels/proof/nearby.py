@@ -12,7 +12,7 @@ models, with their layers fed alone, and with steps of training.
 All three models move to the same few points nearby, weights (1 + 2 u N(0, 1)), rounded, and a row that fails is
 judged by the median of what the original's errors allow, and by the least error of the patched model. Were both draws
 from one distribution, all of the patched ones would hardly lie above the middle of the original's; a defect's do.
-Outputs are not measured again: they do not jump.
+Once all rows pass so at two points or more, no others are asked. Outputs are not measured again: they do not jump.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from .report import Row
 from .runs import SEED
 from .side_by_side import Models
 
-POINTS = 6  # besides the model's own weights
+POINTS = 6  # besides the model's own weights, at most
+_FEWEST = 2  # and at least
 
 
 def judged_again(
@@ -59,10 +60,16 @@ def judged_again(
         for each in found:
             row = each[0]
             each += [there[key] for key in [(row.kind, row.module, row.tensor)] if key in there]
-    return [_together(each) if not each[0].passed and len(each) > 1 else each[0] for each in found]
+        judged = [_together(each) for each in found]
+        if point + 1 >= _FEWEST and all(row.passed for row in judged):
+            break
+    return judged
 
 
 def _together(points: list[Row]) -> Row:
+    """A row that failed, by what was found at all points; one that passed as it is."""
+    if points[0].passed or len(points) == 1:
+        return points[0]
     stock, allowed = (statistics.median(getattr(row, name) for row in points) for name in ("stock", "allowed"))
     patched = min(row.patched for row in points)
     return replace(
