@@ -183,3 +183,46 @@ def test_a_declaration_of_what_is_not_there_is_refused_by_patch(recipes, message
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         tfk.patch(model)
     assert tfk.unpatch(model) == 0
+
+
+class StdNorm(LayerNorm):
+    """The Annotated Transformer's, whose eps stands outside of the root."""
+
+    def forward(self, x):
+        return self.gamma * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.beta
+
+
+class PreNorm(SublayerConnection):
+    def forward(self, x, sublayer):
+        return x + self.dropout(sublayer(self.norm(x)))
+
+
+OTHER_NUMBERS = {
+    "eps outside": (lambda p: p.declare_layer_norm(StdNorm, weight="gamma", bias="beta", unbiased=True), StdNorm),
+    "biased": (lambda p: p.declare_layer_norm(Norm, weight="gamma", bias="beta"), Norm),
+    "pre-norm": (lambda p: p.declare_residual(PreNorm, norm="norm", dropout="dropout"), PreNorm),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", OTHER_NUMBERS)
+def test_a_declaration_of_other_numbers_is_refused_by_patch(recipes, case, dtype):
+    declare, cls = OTHER_NUMBERS[case]
+    declare(tfk.patching)
+    model, state = nn.Sequential(cls(16, 1e-6 if cls is StdNorm else 0.1)).to(dtype), torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"^declare_\w+: {cls.__name__}.forward must give .*, got other numbers: "):
+        tfk.patch(model)
+    assert tfk.unpatch(model) == 0 and torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_right_declarations_are_taken_in_every_dtype(recipes, dtype):
+    tfk.patching.declare_layer_norm(LayerNorm, weight="gamma", bias="beta", unbiased=True)
+    tfk.patching.declare_residual(SublayerConnection, norm="norm", dropout="dropout")
+    for eps in (0.0, 1e-12, 1e-5):
+        for width in (1, 2, 17, 768):
+            model = nn.ModuleList([LayerNorm(width, eps), SublayerConnection(width, 0.5)]).to(dtype)
+            for parameter in model.parameters():
+                nn.init.normal_(parameter)
+            assert len(tfk.patch(model).replaced) >= 3
+    assert len(tfk.patch(nn.ModuleList([LayerNorm(16), SublayerConnection(16)]).to("meta")).replaced) >= 3

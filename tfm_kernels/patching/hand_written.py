@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import _check, ops
 from ..mask import Mask
 from ..ops.layer_norm import layer_norm_of_sum
-from . import block, guard
+from . import block, declared_numbers, guard
 from .registry import Recipe, from_forward, register_recipe
 from .swap import options, original_class
 
@@ -167,6 +167,8 @@ def declare_layer_norm(
 ) -> Recipe:
     """Declare that a class is LayerNorm over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias.
 
+    ``patch`` tries it on two rows and refuses a class that gives other numbers.
+
     Args:
         cls: the class, matched exactly. Its forward takes x alone, and has eps inside the square root.
         weight: name of the factor's parameter, or None.
@@ -191,8 +193,13 @@ def declare_layer_norm(
         w, b, value, divisor = parts(self)
         return ops.layer_norm(x, w, b, value, unbiased=divisor, backend=options(self).backend)
 
+    named = _names("declare_layer_norm", {}, {"weight": weight, "bias": bias, "eps": eps})
+
+    def check(module: nn.Module) -> None:
+        named(module)
+        declared_numbers.require_layer_norm(cls, module, parts)
+
     _norms[cls] = parts
-    check = _names("declare_layer_norm", {}, {"weight": weight, "bias": bias, "eps": eps})
     return register_recipe(from_forward(_name(cls), cls, run, "layer_norm", check=check))
 
 
@@ -201,7 +208,8 @@ def declare_residual(
 ) -> Recipe:
     """Declare that a class is the residual wrapper of post-norm models: norm(x + dropout(sublayer(x, ...))).
 
-    A pre-norm wrapper, x + dropout(sublayer(norm(x))), has nothing to fuse beyond its norm.
+    A pre-norm wrapper, x + dropout(sublayer(norm(x))), has nothing to fuse beyond its norm. ``patch`` refuses one where
+    the sublayer is an argument; where it is a child, ``tfk.prove`` tells.
 
     Args:
         cls: the class, matched exactly. Its forward takes x first.
@@ -242,7 +250,15 @@ def declare_residual(
         return layer_norm_of_sum(y, x, w, b, eps, dropout_p=p, unbiased=unbiased, backend=backend)
 
     covers = () if dropout is None else (dropout,)
-    check = _names("declare_residual", {"norm": norm, "dropout": dropout, "sublayer": sublayer})
+    named = _names("declare_residual", {"norm": norm, "dropout": dropout, "sublayer": sublayer})
+
+    def check(module: nn.Module) -> None:
+        named(module)
+        inner = guard.child(module, norm)
+        parts = _norms.get(original_class(inner))
+        if sublayer is None and parts is not None:
+            declared_numbers.require_post_norm(cls, module, norm, parts(inner))
+
     what = "dropout, sum and LayerNorm in one pass"
     return register_recipe(from_forward(_name(cls), cls, run, what, covers, check))
 
