@@ -197,7 +197,13 @@ class PreNorm(SublayerConnection):
         return x + self.dropout(sublayer(self.norm(x)))
 
 
+class Gelu(FeedForward):
+    def forward(self, x):
+        return self.fc2(self.dropout(nn.functional.gelu(self.fc1(x))))
+
+
 OTHER_NUMBERS = {
+    "activation": (lambda p: p.declare_feed_forward(Gelu, first="fc1", second="fc2", dropout="dropout"), Gelu),
     "eps outside": (lambda p: p.declare_layer_norm(StdNorm, weight="gamma", bias="beta", unbiased=True), StdNorm),
     "biased": (lambda p: p.declare_layer_norm(Norm, weight="gamma", bias="beta"), Norm),
     "pre-norm": (lambda p: p.declare_residual(PreNorm, norm="norm", dropout="dropout"), PreNorm),
@@ -209,20 +215,22 @@ OTHER_NUMBERS = {
 def test_a_declaration_of_other_numbers_is_refused_by_patch(recipes, case, dtype):
     declare, cls = OTHER_NUMBERS[case]
     declare(tfk.patching)
-    model, state = nn.Sequential(cls(16, 1e-6 if cls is StdNorm else 0.1)).to(dtype), torch.get_rng_state()
+    model, state = nn.Sequential(cls(16, {StdNorm: 1e-6, Gelu: 32}.get(cls, 0.1))).to(dtype), torch.get_rng_state()
     with pytest.raises(ValueError, match=rf"^declare_\w+: {cls.__name__}.forward must give .*, got other numbers: "):
         tfk.patch(model)
-    assert tfk.unpatch(model) == 0 and torch.equal(state, torch.get_rng_state())
+    assert tfk.unpatch(model) == 0 and torch.equal(state, torch.get_rng_state()) and model[0].training
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_right_declarations_are_taken_in_every_dtype(recipes, dtype):
     tfk.patching.declare_layer_norm(LayerNorm, weight="gamma", bias="beta", unbiased=True)
     tfk.patching.declare_residual(SublayerConnection, norm="norm", dropout="dropout")
+    tfk.patching.declare_feed_forward(Gelu, first="fc1", second="fc2", activation="gelu", dropout="dropout")
     for eps in (0.0, 1e-12, 1e-5):
         for width in (1, 2, 17, 768):
-            model = nn.ModuleList([LayerNorm(width, eps), SublayerConnection(width, 0.5)]).to(dtype)
+            parts = [LayerNorm(width, eps), SublayerConnection(width, 0.5), Gelu(width, 8, 0.5)]
+            model = nn.ModuleList(parts).to(dtype)
             for parameter in model.parameters():
                 nn.init.normal_(parameter)
-            assert len(tfk.patch(model).replaced) >= 3
+            assert len(tfk.patch(model).replaced) >= 4
     assert len(tfk.patch(nn.ModuleList([LayerNorm(16), SublayerConnection(16)]).to("meta")).replaced) >= 3

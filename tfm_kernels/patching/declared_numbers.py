@@ -1,16 +1,24 @@
-"""Whether a class computes what its declaration says, tried on two rows; where that cannot be told, it does."""
+"""Whether a class computes what its declaration says, tried on two rows; what cannot be tried is believed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import guard
 
 _WIDE = (torch.float32, torch.float64)
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
 def require_layer_norm(cls: type[nn.Module], module: nn.Module, parts: Callable[[Any], tuple]) -> None:
@@ -50,6 +58,51 @@ def require_post_norm(cls: type[nn.Module], module: nn.Module, norm: str, parts:
             f"declare_residual: {cls.__name__}.forward must give {norm}(x + dropout(sublayer(x))), got other numbers: "
             "a pre-norm wrapper, x + dropout(sublayer(norm(x))), needs no declaration"
         )
+
+
+def require_feed_forward(
+    cls: type[nn.Module], module: nn.Module, names: tuple[str, str, str | None], activation: str, channels_first: bool
+) -> None:
+    """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) without dropout."""
+    first, second, gate = (None if name is None else guard.child(module, name) for name in names)
+    weight = getattr(first, "weight", None)
+    if not isinstance(weight, Tensor) or any(guard.hooked(layer) for layer in (first, second, gate) if layer):
+        return
+    x = _rows(weight.detach().flatten(1)[0] if type(weight) is nn.Parameter and weight.dim() > 1 else None, None)
+    if x is None:
+        return
+    x = 3 * x
+
+    def rows_by(layer: Any, rows: Tensor) -> Tensor:
+        return layer(rows.mT).mT if isinstance(layer, nn.Conv1d) else layer(rows)
+
+    def written() -> Tensor:
+        hidden = _ACTIVATIONS[activation](rows_by(first, x))
+        return rows_by(second, hidden if gate is None else hidden * rows_by(gate, x))
+
+    def forward() -> Tensor:
+        return cls.forward(module, x.mT).mT if channels_first else cls.forward(module, x)
+
+    with _without_dropout(module):
+        wanted, got = _tried(x.device, written), _tried(x.device, forward)
+    if got is not None and wanted is not None and _differ(got, wanted.double()):
+        inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
+        raise ValueError(
+            f"declare_feed_forward: {cls.__name__}.forward must give {names[1]}({inner}), got other numbers: "
+            f"activation names one of {', '.join(_ACTIVATIONS)}"
+        )
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    before = {inner: inner.training for inner in module.modules()}
+    try:
+        for inner in before:
+            inner.training = False
+        yield
+    finally:
+        for inner, training in before.items():
+            inner.training = training
 
 
 def _rows(like: Any, eps: Any) -> Tensor | None:

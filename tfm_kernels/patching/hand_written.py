@@ -7,7 +7,8 @@
     tfk.patch(model)
 
 What does not fit one of these forms is written as a function, see ``recipe``. ``patch`` refuses a declaration that
-names what its module does not have; ``tfk.prove`` tells whether one is right.
+names what its module does not have, or whose numbers are not those of its forward on two rows (norms, feed-forward
+blocks, residuals); ``tfk.prove`` tells whether one is right.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ def declare_feed_forward(
 ) -> Recipe:
     """Declare that a class is a feed-forward block: second(dropout(activation(first(x)))), with a gate times gate(x).
 
+    ``patch`` tries it on two rows, without dropout, and refuses a class that gives other numbers.
+
     Args:
         cls: the class, matched exactly. Its forward takes x alone.
         first: name of the first nn.Linear, or nn.Conv1d of width 1.
@@ -153,7 +156,14 @@ def declare_feed_forward(
 
     children = {"first": first, "second": second, "gate": gate, "dropout": dropout}
     covers = tuple(name for name in children.values() if name is not None)
-    check = _names("declare_feed_forward", children)
+    named = _names("declare_feed_forward", children)
+
+    def check(module: nn.Module) -> None:
+        named(module)
+        if _pointwise(guard.child(module, first)) and _pointwise(guard.child(module, second)):
+            parts = (first, second, gate)
+            declared_numbers.require_feed_forward(cls, module, parts, activation, channels_first)
+
     return register_recipe(from_forward(_name(cls), cls, run, "feed-forward", covers, check))
 
 
