@@ -221,6 +221,33 @@ def test_a_declaration_of_other_numbers_is_refused_by_patch(recipes, case, dtype
     assert tfk.unpatch(model) == 0 and torch.equal(state, torch.get_rng_state()) and model[0].training
 
 
+class Dropping(nn.Linear):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("named", [None, "dropout"])
+def test_a_dropout_that_no_declaration_names_is_refused_by_patch(recipes, named):
+    """It was left out in training; one that acts elsewhere acted on the hidden activation."""
+
+    class Outer(FeedForward):
+        def forward(self, x):
+            return self.last(self.fc2(self.dropout(torch.relu(self.fc1(x)))))
+
+    tfk.patching.declare_feed_forward(Outer, first="fc1", second="fc2", dropout=named)
+    block = Outer(16, 32, 0.5)
+    block.last = nn.Dropout(0.5 if named else 0.0)
+    with pytest.raises(ValueError, match=f"by the declared dropout alone, which is {named!r}, got some dropped elsewh"):
+        tfk.patch(nn.Sequential(block).eval())
+    assert not block.training and not block.dropout.training
+    block.last.p = 0.0
+    block.dropout.p = 0.5 if named else 0.0
+    assert len(tfk.patch(nn.Sequential(block)).replaced) >= 3 and block.dropout.training is False
+    tfk.unpatch(block)
+    block.fc1 = Dropping(16, 32)  # a layer's own, as an adapter has it, is the layer's to apply
+    tfk.patch(nn.Sequential(block))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_right_declarations_are_taken_in_every_dtype(recipes, dtype):
     tfk.patching.declare_layer_norm(LayerNorm, weight="gamma", bias="beta", unbiased=True)

@@ -61,9 +61,14 @@ def require_post_norm(cls: type[nn.Module], module: nn.Module, norm: str, parts:
 
 
 def require_feed_forward(
-    cls: type[nn.Module], module: nn.Module, names: tuple[str, str, str | None], activation: str, channels_first: bool
+    cls: type[nn.Module],
+    module: nn.Module,
+    names: tuple[str, str, str | None],
+    activation: str,
+    channels_first: bool,
+    dropout: str | None,
 ) -> None:
-    """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) without dropout."""
+    """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for this dropout."""
     first, second, gate = (None if name is None else guard.child(module, name) for name in names)
     weight = getattr(first, "weight", None)
     if not isinstance(weight, Tensor) or any(guard.hooked(layer) for layer in (first, second, gate) if layer):
@@ -83,7 +88,7 @@ def require_feed_forward(
     def forward() -> Tensor:
         return cls.forward(module, x.mT).mT if channels_first else cls.forward(module, x)
 
-    with _without_dropout(module):
+    with _in_training(module, []):
         wanted, got = _tried(x.device, written), _tried(x.device, forward)
     if got is not None and wanted is not None and _differ(got, wanted.double()):
         inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
@@ -91,14 +96,26 @@ def require_feed_forward(
             f"declare_feed_forward: {cls.__name__}.forward must give {names[1]}({inner}), got other numbers: "
             f"activation names one of {', '.join(_ACTIVATIONS)}"
         )
+    dropping = None if dropout is None else module._modules.get(dropout)
+    if (dropout is not None and dropping is None) or any(True for _ in module.buffers()):
+        return  # that takes its probability from the module's own state, or training might change a buffer
+    own = {dropping, *(inner for layer in (first, second, gate) if layer for inner in layer.modules())}
+    with _in_training(module, [inner for inner in module.modules() if inner not in own]):
+        got = _tried(x.device, forward)
+    if got is not None and wanted is not None and _differ(got, wanted.double()):
+        raise ValueError(
+            f"declare_feed_forward: {cls.__name__}.forward in training must drop elements by the declared dropout "
+            f"alone, which is {dropout!r}, got some dropped elsewhere"
+        )
 
 
 @contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
+def _in_training(module: nn.Module, some: list[nn.Module]) -> Iterator[None]:
+    """Has ``some`` of the modules inside of one train, and the others not."""
     before = {inner: inner.training for inner in module.modules()}
     try:
         for inner in before:
-            inner.training = False
+            inner.training = inner in some
         yield
     finally:
         for inner, training in before.items():

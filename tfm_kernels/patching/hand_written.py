@@ -121,7 +121,7 @@ def declare_feed_forward(
 ) -> Recipe:
     """Declare that a class is a feed-forward block: second(dropout(activation(first(x)))), with a gate times gate(x).
 
-    ``patch`` tries it on two rows, without dropout, and refuses a class that gives other numbers.
+    ``patch`` tries it on two rows, and refuses a class that gives other numbers or drops some by another dropout.
 
     Args:
         cls: the class, matched exactly. Its forward takes x alone.
@@ -162,7 +162,7 @@ def declare_feed_forward(
         named(module)
         if _pointwise(guard.child(module, first)) and _pointwise(guard.child(module, second)):
             parts = (first, second, gate)
-            declared_numbers.require_feed_forward(cls, module, parts, activation, channels_first)
+            declared_numbers.require_feed_forward(cls, module, parts, activation, channels_first, dropout)
 
     return register_recipe(from_forward(_name(cls), cls, run, "feed-forward", covers, check))
 
