@@ -93,7 +93,7 @@ def quantize(
     Raises:
         TypeError: ``model`` is not a module, or ``skip`` not a list of names.
         ValueError: no scheme or backend has this name, ``skip`` names no module, the model is a linear layer itself or
-            is patched, or a weight holds NaN or an infinity; the model is then as it was.
+            is patched, or a weight holds NaN or an infinity or is on the device meta; the model is then as it was.
 
     Cost: the weights once in float32, one layer after the other.
     Source: Dettmers et al., "LLM.int8()" (2022), section 2.1, without the separate outliers.

@@ -135,6 +135,7 @@ def test_compiles_whole():
         (lambda: tfk.nn.Int8Linear(2, 2, backend="gpu"), ValueError, "backend must be one of .*, got 'gpu'"),
         (lambda: tfk.nn.Int8Linear(2, 2)(torch.zeros(3, 4)), ValueError, "x must have in_features 2 as its last size"),
         (lambda: quantized_weight(torch.tensor([[1.0, float("nan")]])), ValueError, "weight must be finite"),
+        (lambda: quantized_weight(torch.ones(1, 2, device="meta")), ValueError, "got one on the device meta"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(call, error, sentence):

@@ -183,3 +183,81 @@ def test_a_declaration_of_what_is_not_there_is_refused_by_patch(recipes, message
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         tfk.patch(model)
     assert tfk.unpatch(model) == 0
+
+
+class StdNorm(LayerNorm):
+    """The Annotated Transformer's, whose eps stands outside of the root."""
+
+    def forward(self, x):
+        return self.gamma * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.beta
+
+
+class PreNorm(SublayerConnection):
+    def forward(self, x, sublayer):
+        return x + self.dropout(sublayer(self.norm(x)))
+
+
+class Gelu(FeedForward):
+    def forward(self, x):
+        return self.fc2(self.dropout(nn.functional.gelu(self.fc1(x))))
+
+
+OTHER_NUMBERS = {
+    "activation": (lambda p: p.declare_feed_forward(Gelu, first="fc1", second="fc2", dropout="dropout"), Gelu),
+    "eps outside": (lambda p: p.declare_layer_norm(StdNorm, weight="gamma", bias="beta", unbiased=True), StdNorm),
+    "biased": (lambda p: p.declare_layer_norm(Norm, weight="gamma", bias="beta"), Norm),
+    "pre-norm": (lambda p: p.declare_residual(PreNorm, norm="norm", dropout="dropout"), PreNorm),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", OTHER_NUMBERS)
+def test_a_declaration_of_other_numbers_is_refused_by_patch(recipes, case, dtype):
+    declare, cls = OTHER_NUMBERS[case]
+    declare(tfk.patching)
+    model, state = nn.Sequential(cls(16, {StdNorm: 1e-6, Gelu: 32}.get(cls, 0.1))).to(dtype), torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"^declare_\w+: {cls.__name__}.forward must give .*, got other numbers: "):
+        tfk.patch(model)
+    assert tfk.unpatch(model) == 0 and torch.equal(state, torch.get_rng_state()) and model[0].training
+
+
+class Dropping(nn.Linear):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("named", [None, "dropout"])
+def test_a_dropout_that_no_declaration_names_is_refused_by_patch(recipes, named):
+    """It was left out in training; one that acts elsewhere acted on the hidden activation."""
+
+    class Outer(FeedForward):
+        def forward(self, x):
+            return self.last(self.fc2(self.dropout(torch.relu(self.fc1(x)))))
+
+    tfk.patching.declare_feed_forward(Outer, first="fc1", second="fc2", dropout=named)
+    block = Outer(16, 32, 0.5)
+    block.last = nn.Dropout(0.5 if named else 0.0)
+    with pytest.raises(ValueError, match=f"by the declared dropout alone, which is {named!r}, got some dropped elsewh"):
+        tfk.patch(nn.Sequential(block).eval())
+    assert not block.training and not block.dropout.training
+    block.last.p = 0.0
+    block.dropout.p = 0.5 if named else 0.0
+    assert len(tfk.patch(nn.Sequential(block)).replaced) >= 3 and block.dropout.training is False
+    tfk.unpatch(block)
+    block.fc1 = Dropping(16, 32)  # a layer's own, as an adapter has it, is the layer's to apply
+    tfk.patch(nn.Sequential(block))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_right_declarations_are_taken_in_every_dtype(recipes, dtype):
+    tfk.patching.declare_layer_norm(LayerNorm, weight="gamma", bias="beta", unbiased=True)
+    tfk.patching.declare_residual(SublayerConnection, norm="norm", dropout="dropout")
+    tfk.patching.declare_feed_forward(Gelu, first="fc1", second="fc2", activation="gelu", dropout="dropout")
+    for eps in (0.0, 1e-12, 1e-5):
+        for width in (1, 2, 17, 768):
+            parts = [LayerNorm(width, eps), SublayerConnection(width, 0.5), Gelu(width, 8, 0.5)]
+            model = nn.ModuleList(parts).to(dtype)
+            for parameter in model.parameters():
+                nn.init.normal_(parameter)
+            assert len(tfk.patch(model).replaced) >= 4
+    assert len(tfk.patch(nn.ModuleList([LayerNorm(16), SublayerConnection(16)]).to("meta")).replaced) >= 3

@@ -22,8 +22,10 @@ def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight (N, K) as integers (N, K), int8, from -127 to 127, and the step of each row (N,), float32.
 
     Raises:
-        ValueError: the weight holds NaN or an infinity.
+        ValueError: the weight holds NaN or an infinity, or no numbers at all.
     """
+    if weight.is_meta:
+        raise ValueError("quantized_weight: weight must hold numbers, got one on the device meta")
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     if not bool(wide.isfinite().all()):
         raise ValueError("quantized_weight: weight must be finite, got one with NaN or infinities")
@@ -94,7 +96,7 @@ class Int8Linear(nn.Module):
         """The layer whose weight is nearest to ``weight`` (N, K), floating: 127 steps up to each row's largest.
 
         Raises:
-            ValueError: ``weight`` holds NaN or an infinity.
+            ValueError: ``weight`` holds NaN or an infinity, or is on the device meta.
         """
         out, width = weight.shape
         given: Any = {"dynamic": dynamic, "device": weight.device, "dtype": weight.dtype, "backend": backend}

@@ -7,7 +7,8 @@
     tfk.patch(model)
 
 What does not fit one of these forms is written as a function, see ``recipe``. ``patch`` refuses a declaration that
-names what its module does not have; ``tfk.prove`` tells whether one is right.
+names what its module does not have, or whose numbers are not those of its forward on two rows (norms, feed-forward
+blocks, residuals); ``tfk.prove`` tells whether one is right.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from .. import _check, ops
 from ..mask import Mask
 from ..ops.layer_norm import layer_norm_of_sum
-from . import block, guard
+from . import block, declared_numbers, guard
 from .registry import Recipe, from_forward, register_recipe
 from .swap import options, original_class
 
@@ -120,6 +121,8 @@ def declare_feed_forward(
 ) -> Recipe:
     """Declare that a class is a feed-forward block: second(dropout(activation(first(x)))), with a gate times gate(x).
 
+    ``patch`` tries it on two rows, and refuses a class that gives other numbers or drops some by another dropout.
+
     Args:
         cls: the class, matched exactly. Its forward takes x alone.
         first: name of the first nn.Linear, or nn.Conv1d of width 1.
@@ -153,7 +156,14 @@ def declare_feed_forward(
 
     children = {"first": first, "second": second, "gate": gate, "dropout": dropout}
     covers = tuple(name for name in children.values() if name is not None)
-    check = _names("declare_feed_forward", children)
+    named = _names("declare_feed_forward", children)
+
+    def check(module: nn.Module) -> None:
+        named(module)
+        if _pointwise(guard.child(module, first)) and _pointwise(guard.child(module, second)):
+            parts = (first, second, gate)
+            declared_numbers.require_feed_forward(cls, module, parts, activation, channels_first, dropout)
+
     return register_recipe(from_forward(_name(cls), cls, run, "feed-forward", covers, check))
 
 
@@ -166,6 +176,8 @@ def declare_layer_norm(
     unbiased: bool = False,
 ) -> Recipe:
     """Declare that a class is LayerNorm over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias.
+
+    ``patch`` tries it on two rows and refuses a class that gives other numbers.
 
     Args:
         cls: the class, matched exactly. Its forward takes x alone, and has eps inside the square root.
@@ -191,8 +203,13 @@ def declare_layer_norm(
         w, b, value, divisor = parts(self)
         return ops.layer_norm(x, w, b, value, unbiased=divisor, backend=options(self).backend)
 
+    named = _names("declare_layer_norm", {}, {"weight": weight, "bias": bias, "eps": eps})
+
+    def check(module: nn.Module) -> None:
+        named(module)
+        declared_numbers.require_layer_norm(cls, module, parts)
+
     _norms[cls] = parts
-    check = _names("declare_layer_norm", {}, {"weight": weight, "bias": bias, "eps": eps})
     return register_recipe(from_forward(_name(cls), cls, run, "layer_norm", check=check))
 
 
@@ -201,7 +218,8 @@ def declare_residual(
 ) -> Recipe:
     """Declare that a class is the residual wrapper of post-norm models: norm(x + dropout(sublayer(x, ...))).
 
-    A pre-norm wrapper, x + dropout(sublayer(norm(x))), has nothing to fuse beyond its norm.
+    A pre-norm wrapper, x + dropout(sublayer(norm(x))), has nothing to fuse beyond its norm. ``patch`` refuses one where
+    the sublayer is an argument; where it is a child, ``tfk.prove`` tells.
 
     Args:
         cls: the class, matched exactly. Its forward takes x first.
@@ -242,7 +260,15 @@ def declare_residual(
         return layer_norm_of_sum(y, x, w, b, eps, dropout_p=p, unbiased=unbiased, backend=backend)
 
     covers = () if dropout is None else (dropout,)
-    check = _names("declare_residual", {"norm": norm, "dropout": dropout, "sublayer": sublayer})
+    named = _names("declare_residual", {"norm": norm, "dropout": dropout, "sublayer": sublayer})
+
+    def check(module: nn.Module) -> None:
+        named(module)
+        inner = guard.child(module, norm)
+        parts = _norms.get(original_class(inner))
+        if sublayer is None and parts is not None:
+            declared_numbers.require_post_norm(cls, module, norm, parts(inner))
+
     what = "dropout, sum and LayerNorm in one pass"
     return register_recipe(from_forward(_name(cls), cls, run, what, covers, check))
 

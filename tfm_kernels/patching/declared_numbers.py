@@ -1,0 +1,151 @@
+"""Whether a class computes what its declaration says, tried on two rows; what cannot be tried is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import guard
+
+_WIDE = (torch.float32, torch.float64)
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def require_layer_norm(cls: type[nn.Module], module: nn.Module, parts: Callable[[Any], tuple]) -> None:
+    """Raises where the forward of ``cls`` is not the LayerNorm of these parts (weight, bias, eps, unbiased)."""
+    weight, bias, eps, unbiased = parts(module)
+    x = _rows(weight if weight is not None else bias, eps)
+    if x is None:
+        return
+    got = _tried(x.device, lambda: cls.forward(module, x))
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    wanted = centred * (wide.var(-1, keepdim=True, unbiased=unbiased) + float(eps)).rsqrt()
+    wanted = wanted if weight is None else wanted * weight.detach().double()
+    wanted = wanted if bias is None else wanted + bias.detach().double()
+    if got is not None and _differ(got, wanted):
+        divisor = "N - 1" if unbiased else "N"
+        raise ValueError(
+            f"declare_layer_norm: {cls.__name__}.forward must give (x - mean) / sqrt(var + eps) * weight + bias, with "
+            f"a variance over {divisor}, got other numbers: unbiased says which variance, and eps outside of the root "
+            "is another norm, which stays as it is where nothing is declared"
+        )
+
+
+def require_post_norm(cls: type[nn.Module], module: nn.Module, norm: str, parts: tuple) -> None:
+    """Raises where a forward (x, sublayer) of ``cls`` is not norm(x + sublayer(x)), seen by a sublayer that gives 0."""
+    inner = guard.child(module, norm)
+    if guard.hooked(inner):
+        return
+    weight, bias, eps, _ = parts
+    x = _rows(weight if weight is not None else bias, eps)
+    if x is None:
+        return
+    wanted = _tried(x.device, lambda: inner(x))
+    got = _tried(x.device, lambda: cls.forward(module, x, torch.zeros_like))
+    if got is not None and wanted is not None and _differ(got, wanted.double()):
+        raise ValueError(
+            f"declare_residual: {cls.__name__}.forward must give {norm}(x + dropout(sublayer(x))), got other numbers: "
+            "a pre-norm wrapper, x + dropout(sublayer(norm(x))), needs no declaration"
+        )
+
+
+def require_feed_forward(
+    cls: type[nn.Module],
+    module: nn.Module,
+    names: tuple[str, str, str | None],
+    activation: str,
+    channels_first: bool,
+    dropout: str | None,
+) -> None:
+    """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for this dropout."""
+    first, second, gate = (None if name is None else guard.child(module, name) for name in names)
+    weight = getattr(first, "weight", None)
+    if not isinstance(weight, Tensor) or any(guard.hooked(layer) for layer in (first, second, gate) if layer):
+        return
+    x = _rows(weight.detach().flatten(1)[0] if type(weight) is nn.Parameter and weight.dim() > 1 else None, None)
+    if x is None:
+        return
+    x = 3 * x
+
+    def rows_by(layer: Any, rows: Tensor) -> Tensor:
+        return layer(rows.mT).mT if isinstance(layer, nn.Conv1d) else layer(rows)
+
+    def written() -> Tensor:
+        hidden = _ACTIVATIONS[activation](rows_by(first, x))
+        return rows_by(second, hidden if gate is None else hidden * rows_by(gate, x))
+
+    def forward() -> Tensor:
+        return cls.forward(module, x.mT).mT if channels_first else cls.forward(module, x)
+
+    with _in_training(module, []):
+        wanted, got = _tried(x.device, written), _tried(x.device, forward)
+    if got is not None and wanted is not None and _differ(got, wanted.double()):
+        inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
+        raise ValueError(
+            f"declare_feed_forward: {cls.__name__}.forward must give {names[1]}({inner}), got other numbers: "
+            f"activation names one of {', '.join(_ACTIVATIONS)}"
+        )
+    dropping = None if dropout is None else module._modules.get(dropout)
+    if (dropout is not None and dropping is None) or any(True for _ in module.buffers()):
+        return  # that takes its probability from the module's own state, or training might change a buffer
+    own = {dropping, *(inner for layer in (first, second, gate) if layer for inner in layer.modules())}
+    with _in_training(module, [inner for inner in module.modules() if inner not in own]):
+        got = _tried(x.device, forward)
+    if got is not None and wanted is not None and _differ(got, wanted.double()):
+        raise ValueError(
+            f"declare_feed_forward: {cls.__name__}.forward in training must drop elements by the declared dropout "
+            f"alone, which is {dropout!r}, got some dropped elsewhere"
+        )
+
+
+@contextmanager
+def _in_training(module: nn.Module, some: list[nn.Module]) -> Iterator[None]:
+    """Has ``some`` of the modules inside of one train, and the others not."""
+    before = {inner: inner.training for inner in module.modules()}
+    try:
+        for inner in before:
+            inner.training = inner in some
+        yield
+    finally:
+        for inner, training in before.items():
+            inner.training = training
+
+
+def _rows(like: Any, eps: Any) -> Tensor | None:
+    """Two rows for a norm with this parameter: of ordinary size, and so small that eps counts as much as they do."""
+    if type(like) not in (Tensor, nn.Parameter) or like.is_meta or like.dim() != 1 or like.numel() < 2:
+        return None
+    if not like.is_floating_point():
+        return None
+    row = torch.linspace(-1.7, 1.7, like.numel(), dtype=torch.float64)
+    row = torch.where(torch.arange(like.numel()) % 2 == 0, row, -row)
+    small = float(eps) ** 0.5 if like.dtype in _WIDE and eps else 1.0
+    return torch.stack([row, row * small])[None].to(like)
+
+
+def _tried(device: torch.device, run: Callable[[], Any]) -> Tensor | None:
+    """What a forward gives, leaving random numbers as they were; None where it gives no tensor, or refuses."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            got = run()
+    except Exception:  # a forward may want anything
+        return None
+    return got if isinstance(got, Tensor) and bool(got.isfinite().all()) else None
+
+
+def _differ(got: Tensor, wanted: Tensor) -> bool:
+    if got.shape != wanted.shape:
+        return True
+    size = float(wanted.abs().max().clamp(min=1e-30))
+    return float((got.double() - wanted).abs().max()) > (1e-4 if got.dtype in _WIDE else 5e-2) * size
