@@ -9,7 +9,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= $(if $(filter Linux,$(shell uname)),triton==3.6.0)
-TESTS ?= tests/ops --backend cpu --every 12
+TESTS ?= tests/ops --backend cpu --every 11
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install -q --no-compile  # Python compiles what it imports; all of torch took half of the time
