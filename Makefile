@@ -17,7 +17,8 @@ SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh'
   'tests/ptx/*.cpp' 'tests/ptx/*.h')
 SANITIZED := build/sanitized
 
-.PHONY: build triton lint test test-all simt aside ptx interpreted interpreted-attention sanitize aarch64 demo bench gpu clean
+.PHONY: build triton lint test test-all simt aside ptx interpreted interpreted-attention sanitize aarch64 demo \
+  bench gpu clean
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)

@@ -17,7 +17,8 @@ mkdir -p "$place"
 # Debian's Python for aarch64, unpacked: none of its programs runs while it is made.
 if [ ! -e "$root/done" ]; then
   rm -rf "$root"
-  mmdebstrap --variant=extract --architectures=arm64 --include=python3.11,libpython3.11-dev bookworm "$root"
+  packages=python3.11,libpython3.11-dev,libstdc++6
+  mmdebstrap --variant=extract --architectures=arm64 --include="$packages" bookworm "$root"
   # qemu shows programs the host's own description of its processor, which libraries for aarch64 trip over
   mkdir -p "$root/proc"
   for ((cpu = 0; cpu < $(nproc --all); ++cpu)); do
