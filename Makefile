@@ -3,11 +3,13 @@
 #
 #   PYTHON   the interpreter that makes .venv
 #   TORCH    what pip installs as torch; the default is the version the project is tested with
+#   TESTS    what `make aarch64` tells pytest
 #   TRITON   what pip installs as triton where torch brings none; empty: its kernels' tests are skipped
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= $(if $(filter Linux,$(shell uname)),triton==3.6.0)
+TESTS ?= tests/ops --backend cpu --every 11
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install -q --no-compile  # Python compiles what it imports; all of torch took half of the time
@@ -15,7 +17,8 @@ SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh'
   'tests/ptx/*.cpp' 'tests/ptx/*.h')
 SANITIZED := build/sanitized
 
-.PHONY: build triton lint test test-all simt aside ptx interpreted interpreted-attention sanitize demo bench gpu clean
+.PHONY: build triton lint test test-all simt aside ptx interpreted interpreted-attention sanitize aarch64 demo \
+  bench gpu clean
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -77,6 +80,10 @@ sanitize: $(VENV)/deps
 	cd $(SANITIZED) && LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 $(abspath $(BIN))/python -m tests.sanitized
 	$(BIN)/python -m tests.simt.sanitized
+
+# the C++ kernels built for aarch64 and tested by emulation; what it needs and costs is said in the script
+aarch64: $(VENV)/deps
+	PYTHON=$(abspath $(BIN))/python TORCH=$(TORCH) tests/aarch64.sh $(TESTS)
 
 # it runs on the CPU: where there is no GPU it does not wait for nvcc
 demo: $(VENV)/deps

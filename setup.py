@@ -9,7 +9,6 @@ TFM_KERNELS_CUDA_ARCHS   the GPUs to compile for, such as "80;90a"; unset: those
 """
 
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -35,7 +34,7 @@ NVCC_FLAGS = "-O3 -fmad=false"
 # Every csrc/cpu/*.cpp is compiled once per instruction set. The order is the order of linking, and it matters: of an
 # inline function that several objects hold, the linker keeps the first, which must be the one that runs everywhere.
 ISAS = {"DEFAULT": ""}
-if platform.machine() in ("x86_64", "AMD64"):
+if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for, which need not be what builds
     ISAS["DEFAULT"] = "-O2"  # for processors of before 2013: compiled in half the time
     ISAS["AVX2"] = "-mavx2 -mfma -mf16c"
     # gcc 12 warns of its own AVX-512 headers; left alone it would use only half of each 64-byte register

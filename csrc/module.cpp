@@ -67,7 +67,11 @@ PYBIND11_MODULE(_C, m) {
     info["instruction_sets"] = "DEFAULT AVX2 AVX512";
     info["amd"] = static_cast<bool>(__builtin_cpu_is("amd"));
 #else
+#if defined(__aarch64__)
+    info["instruction_sets"] = "NEON";
+#else
     info["instruction_sets"] = "DEFAULT";
+#endif
     info["amd"] = false;
 #endif
     return info;

@@ -17,6 +17,7 @@ def pytest_addoption(parser):
         default="cpu,aten,reference",
         help=f"comma-separated backends that the contract is held against, of {', '.join(BACKENDS)}",
     )
+    group.addoption("--every", type=int, default=1, help="run every n-th test alone; a prime sees all parameters")
     group.addoption("--device", default="cpu", help="the device that the contract's tensors are on")
 
 
@@ -30,6 +31,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case, judged_backend", pairs, ids=[f"{name}-{case.id}" for case, name in pairs])
     if "any_backend" in metafunc.fixturenames:
         metafunc.parametrize("any_backend", named)
+
+
+def pytest_collection_modifyitems(config, items):
+    every = config.getoption("--every")
+    config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % every])
+    items[:] = items[::every]
 
 
 @pytest.fixture(scope="session")

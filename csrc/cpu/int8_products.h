@@ -119,8 +119,8 @@ void vector_products(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64_
 
 // The same by the matrix library, n <= kFewRowsStrip. Weights are read where they lie, but for
 // those of a group that is not whole.
-void tile_products(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64_t w_ld,
-                   const int8_t* panels, int64_t filled, int32_t* out, int64_t ld) {
+inline void tile_products(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64_t w_ld,
+                          const int8_t* panels, int64_t filled, int32_t* out, int64_t ld) {
   constexpr int64_t kGroup = 4;
   const int64_t whole = k / kGroup * kGroup;
   int8_t rest[kFewRowsStrip * kGroup] = {};
@@ -202,14 +202,14 @@ void integer_products(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64
 }
 
 // n <= kMost numbers of a row of y: sums times the steps of row and feature, plus bias, each
-// rounded once.
-template <int64_t kMost, typename T, typename C = compute_t<T>>
-void scale_row(int64_t n, const int32_t* sums, C of_row, const C* of_feature, const C* bias, T* y) {
+// rounded once. S: an integer, or a float that holds its bits.
+template <int64_t kMost, typename S, typename T, typename C = compute_t<T>>
+void scale_row(int64_t n, const S* sums, C of_row, const C* of_feature, const C* bias, T* y) {
   alignas(64) C out[kMost];
   const auto scale = [&](auto count) __attribute__((always_inline)) {
 #pragma omp simd
     for (int64_t j = 0; j < count; ++j)
-      out[j] = static_cast<C>(sums[j]) * (of_row * of_feature[j]) + bias[j];
+      out[j] = static_cast<C>(std::bit_cast<int32_t>(sums[j])) * (of_row * of_feature[j]) + bias[j];
     narrow(out, count, y);
   };
   if (n == kMost)  // mostly, and then the compiler knows it
@@ -228,8 +228,7 @@ void finish_sums(int64_t n, int64_t rows, const int32_t* sums, int64_t ld, const
   // integers lie in as many bits as a float, and nothing is computed before they are floats
   transposed_rows(reinterpret_cast<const float*>(sums), ld, rows, n,
                   [&](int64_t r, int64_t c, int64_t columns, const float* row) {
-                    scale_row<kTransposedColumns>(columns, reinterpret_cast<const int32_t*>(row),
-                                                  step[r], of_feature + c, shift + c,
+                    scale_row<kTransposedColumns>(columns, row, step[r], of_feature + c, shift + c,
                                                   y + r * y_ld + c);
                   });
 }

@@ -37,13 +37,18 @@ template <typename C>
   return most < bits ? bits : most;
 }
 
-// x in steps; 0 in a row of zeros and in one that is not finite.
+// x in steps; 0 in a row of zeros and in one that is not finite. (gcc's own function is one
+// instruction; clang lacks it.)
 template <typename C>
 [[gnu::always_inline]] inline int32_t in_steps(C x, C factor) {
+#if __has_builtin(__builtin_irintf) && __has_builtin(__builtin_irint)
   if constexpr (std::is_same_v<C, float>)
     return factor != 0.0f ? __builtin_irintf(x * factor) : 0;
   else
     return factor != 0.0 ? __builtin_irint(x * factor) : 0;
+#else
+  return factor != C(0) ? static_cast<int32_t>(std::rint(x * factor)) : 0;
+#endif
 }
 
 // x (k) rounded to integers of 127ths of its largest element, and `filled` of them in all, by 0;

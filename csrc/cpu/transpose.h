@@ -1,5 +1,7 @@
 // Transposed copies between storage and compute type, in blocks that stay in L1.
 #pragma once
+#include <cstring>
+
 #include "vec.h"
 
 namespace tfm_kernels {
@@ -9,19 +11,24 @@ namespace {
 constexpr int64_t kTransposeBlock = 16;
 constexpr int64_t kTransposedColumns = 64;  // at a time
 
+// dst[j][i] = src[i][j]. C is their width: callers have integers turned as floats. Vectors are read
+// whatever lies there, and so is one element at a time by memcpy alone.
 template <typename C>
 void transpose_block(const C* src, int64_t src_ld, int64_t rows, int64_t columns, C* dst,
                      int64_t dst_ld) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   if constexpr (std::is_same_v<C, float>) {
     if (rows == kTransposeBlock && columns == kTransposeBlock)
       at::vec::transpose_mxn<float, kTransposeBlock, kTransposeBlock>(src, src_ld, dst, dst_ld);
     else
       at::vec::transpose_mxn<float>(src, src_ld, dst, dst_ld, static_cast<int>(rows),
                                     static_cast<int>(columns));
-  } else {
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j) dst[j * dst_ld + i] = src[i * src_ld + j];
+    return;
   }
+#endif
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j)
+      std::memcpy(dst + j * dst_ld + i, src + i * src_ld + j, sizeof(C));
 }
 
 // dst[c][r] = src[r][c], widened; columns `rows` to `padded` of dst are zeroed.
