@@ -63,16 +63,14 @@ PYBIND11_MODULE(_C, m) {
     info["amx"] = tfm_kernels::has_amx();
     info["vnni"] = tfm_kernels::has_vnni();
     info["int8_tiles"] = tfm_kernels::has_int8_tiles();
+    info["amd"] = false;
 #if defined(__x86_64__)
     info["instruction_sets"] = "DEFAULT AVX2 AVX512";
     info["amd"] = static_cast<bool>(__builtin_cpu_is("amd"));
-#else
-#if defined(__aarch64__)
+#elif defined(__aarch64__)
     info["instruction_sets"] = "NEON";
 #else
     info["instruction_sets"] = "DEFAULT";
-#endif
-    info["amd"] = false;
 #endif
     return info;
   });

@@ -7,18 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
+from ..nn.ffn import ACTIVATIONS
 from . import guard
 
 _WIDE = (torch.float32, torch.float64)
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
 
 
 def require_layer_norm(cls: type[nn.Module], module: nn.Module, parts: Callable[[Any], tuple]) -> None:
@@ -28,12 +23,9 @@ def require_layer_norm(cls: type[nn.Module], module: nn.Module, parts: Callable[
     if x is None:
         return
     got = _tried(x.device, lambda: cls.forward(module, x))
-    wide = x.double()
-    centred = wide - wide.mean(-1, keepdim=True)
-    wanted = centred * (wide.var(-1, keepdim=True, unbiased=unbiased) + float(eps)).rsqrt()
-    wanted = wanted if weight is None else wanted * weight.detach().double()
-    wanted = wanted if bias is None else wanted + bias.detach().double()
-    if got is not None and _differ(got, wanted):
+    w, b = (None if part is None else part.double() for part in (weight, bias))
+    exactly = lambda: ops.layer_norm(x.double(), w, b, float(eps), unbiased=unbiased, backend="reference")  # noqa: E731
+    if _differ(got, _tried(x.device, exactly)):
         divisor = "N - 1" if unbiased else "N"
         raise ValueError(
             f"declare_layer_norm: {cls.__name__}.forward must give (x - mean) / sqrt(var + eps) * weight + bias, with "
@@ -53,7 +45,7 @@ def require_post_norm(cls: type[nn.Module], module: nn.Module, norm: str, parts:
         return
     wanted = _tried(x.device, lambda: inner(x))
     got = _tried(x.device, lambda: cls.forward(module, x, torch.zeros_like))
-    if got is not None and wanted is not None and _differ(got, wanted.double()):
+    if _differ(got, wanted):
         raise ValueError(
             f"declare_residual: {cls.__name__}.forward must give {norm}(x + dropout(sublayer(x))), got other numbers: "
             "a pre-norm wrapper, x + dropout(sublayer(norm(x))), needs no declaration"
@@ -69,11 +61,12 @@ def require_feed_forward(
     dropout: str | None,
 ) -> None:
     """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for this dropout."""
-    first, second, gate = (None if name is None else guard.child(module, name) for name in names)
-    weight = getattr(first, "weight", None)
-    if not isinstance(weight, Tensor) or any(guard.hooked(layer) for layer in (first, second, gate) if layer):
+    layers: list[Any] = [None if name is None else guard.child(module, name) for name in names]
+    first, second, gate = layers
+    if any(guard.hooked(layer) for layer in layers if layer):
         return
-    x = _rows(weight.detach().flatten(1)[0] if type(weight) is nn.Parameter and weight.dim() > 1 else None, None)
+    weight = first.weight
+    x = _rows(weight.detach().flatten(1)[0] if type(weight) is nn.Parameter and weight.numel() > 0 else None, None)
     if x is None:
         return
     x = 3 * x
@@ -82,7 +75,7 @@ def require_feed_forward(
         return layer(rows.mT).mT if isinstance(layer, nn.Conv1d) else layer(rows)
 
     def written() -> Tensor:
-        hidden = _ACTIVATIONS[activation](rows_by(first, x))
+        hidden = ACTIVATIONS[activation](rows_by(first, x))
         return rows_by(second, hidden if gate is None else hidden * rows_by(gate, x))
 
     def forward() -> Tensor:
@@ -90,19 +83,19 @@ def require_feed_forward(
 
     with _in_training(module, []):
         wanted, got = _tried(x.device, written), _tried(x.device, forward)
-    if got is not None and wanted is not None and _differ(got, wanted.double()):
+    if _differ(got, wanted):
         inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
         raise ValueError(
             f"declare_feed_forward: {cls.__name__}.forward must give {names[1]}({inner}), got other numbers: "
-            f"activation names one of {', '.join(_ACTIVATIONS)}"
+            f"activation names one of {', '.join(ACTIVATIONS)}"
         )
     dropping = None if dropout is None else module._modules.get(dropout)
     if (dropout is not None and dropping is None) or any(True for _ in module.buffers()):
         return  # that takes its probability from the module's own state, or training might change a buffer
-    own = {dropping, *(inner for layer in (first, second, gate) if layer for inner in layer.modules())}
+    own = {dropping, *(inner for layer in layers if layer for inner in layer.modules())}
     with _in_training(module, [inner for inner in module.modules() if inner not in own]):
         got = _tried(x.device, forward)
-    if got is not None and wanted is not None and _differ(got, wanted.double()):
+    if _differ(got, wanted):
         raise ValueError(
             f"declare_feed_forward: {cls.__name__}.forward in training must drop elements by the declared dropout "
             f"alone, which is {dropout!r}, got some dropped elsewhere"
@@ -124,9 +117,9 @@ def _in_training(module: nn.Module, some: list[nn.Module]) -> Iterator[None]:
 
 def _rows(like: Any, eps: Any) -> Tensor | None:
     """Two rows for a norm with this parameter: of ordinary size, and so small that eps counts as much as they do."""
-    if type(like) not in (Tensor, nn.Parameter) or like.is_meta or like.dim() != 1 or like.numel() < 2:
+    if type(like) not in (Tensor, nn.Parameter) or like.is_meta or not like.is_floating_point():
         return None
-    if not like.is_floating_point():
+    if like.dim() != 1 or like.numel() < 2:
         return None
     row = torch.linspace(-1.7, 1.7, like.numel(), dtype=torch.float64)
     row = torch.where(torch.arange(like.numel()) % 2 == 0, row, -row)
@@ -144,8 +137,11 @@ def _tried(device: torch.device, run: Callable[[], Any]) -> Tensor | None:
     return got if isinstance(got, Tensor) and bool(got.isfinite().all()) else None
 
 
-def _differ(got: Tensor, wanted: Tensor) -> bool:
+def _differ(got: Tensor | None, wanted: Tensor | None) -> bool:
+    """Whether two trials gave other numbers; not where either gave none."""
+    if got is None or wanted is None:
+        return False
     if got.shape != wanted.shape:
         return True
-    size = float(wanted.abs().max().clamp(min=1e-30))
-    return float((got.double() - wanted).abs().max()) > (1e-4 if got.dtype in _WIDE else 5e-2) * size
+    size = float(wanted.double().abs().max().clamp(min=1e-30))
+    return float((got.double() - wanted.double()).abs().max()) > (1e-4 if got.dtype in _WIDE else 5e-2) * size

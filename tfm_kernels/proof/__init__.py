@@ -50,8 +50,8 @@ def prove(
     Where stacks ran packed, the original is given the same zeros at padded positions and all that the model makes of
     them is compared. An output, a loss, a buffer or a gradient that depends on what PyTorch computes there fails, and
     is told ``patch(packed=False)``; padded positions of an output that has positions are excepted, with a note.
-    Where gradients or steps fail and nothing else does, they are measured again at six points nearby, because ReLU's
-    kink makes them jump (proof/nearby.py).
+    Where gradients or steps fail and nothing else does, they are measured again at up to six points nearby, because
+    ReLU's kink makes them jump (proof/nearby.py).
     In 16 bits, attention that PyTorch would compute in float32 (with dropout, or with a bias that needs a gradient) is
     measured by the same formula in 16 bits, which is what fused attention costs elsewhere.
 

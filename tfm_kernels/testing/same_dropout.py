@@ -45,11 +45,9 @@ class _SameDropout(TorchDispatchMode):
 def _keep(like: Tensor, p: float) -> Tensor:
     columns = like.shape[-1] if like.dim() else 1
     rows = torch.arange(like.numel() // columns if columns else 0, device=like.device)
-    seed = dropout.draw_seed(like.device)
-    if like.device.type == "cpu" and like.numel() > _AT_ONCE:
-        few = rows.split(max(1, _AT_ONCE // columns))
-        return torch.cat([dropout.keep_mask(seed, p, part, columns) for part in few]).view(like.shape)
-    return dropout.keep_mask(seed, p, rows, columns).view(like.shape)
+    seed, at_once = dropout.draw_seed(like.device), _AT_ONCE if like.device.type == "cpu" else like.numel()
+    few = rows.split(max(1, at_once // max(1, columns)))
+    return torch.cat([dropout.keep_mask(seed, p, part, columns) for part in few]).view(like.shape)
 
 
 @contextmanager
