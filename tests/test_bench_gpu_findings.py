@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.gpu import __main__ as gpu
 from bench.gpu import attention, build, contract, limits, machine, sanitizers, speed, table
-from bench.gpu.part import GREEN, RED, UNAVAILABLE, NotYetError, Part, Room, work
+from bench.gpu import part as part_module
+from bench.gpu.ledger import Ledger
+from bench.gpu.part import GREEN, RED, UNAVAILABLE, NotYetError, Part, Room
 from bench.gpu.parts import PARTS
 from bench.gpu.subjects import STEMS, SUBJECTS
 from tests.cases import CASES
@@ -33,6 +35,12 @@ NOW = {
 }  # fmt: skip
 NORMS = next(subject for subject in SUBJECTS if subject.stem == "layer_norm")
 SPEED = next(one for one in PARTS if one.name == "speed")
+
+
+def work(part, room):
+    """A part in this process alone."""
+    ledger = Ledger(part.name, room.results(part.name), [subject.stem for subject in room.subjects], 1, print)
+    part_module.work(part, room, lambda message: ledger.take(0, message) or ledger.write())
 
 
 def test_words_of_the_machine(monkeypatch):

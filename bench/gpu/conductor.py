@@ -1,4 +1,4 @@
-"""Leads the parts: when each has to end, a process of its own for each, and what is left when one dies."""
+"""Leads the parts: when each has to end, the processes that share its items, and what is left when one dies."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from typing import Any
 
-from .part import DEVICE_LOST, RED, Item, Part, Room, work
+import torch
+
+from .ledger import Ledger
+from .part import DEVICE_LOST, RED, Item, Listed, Message, Part, Room, work
 
 GRACE = 15.0  # seconds that an item may take beyond its part's deadline before its process is ended
 HANGING = 60.0  # seconds from which an item that had to be ended is red; a shorter one runs again next time
-_LOOK = 0.2  # seconds between two looks at how long an item takes
+_LOOK = 0.2  # seconds between two looks at how long the items take
 
 # Forked, not spawned: torch is imported once. The parent must never touch CUDA, or its children could not.
 _processes = multiprocessing.get_context("fork")
@@ -45,7 +49,11 @@ def deadlines(parts: Sequence[Part], seconds: float) -> list[float]:
     return ends
 
 
-def conduct(parts: Sequence[Part], room: Room, seconds: float, say: Callable[[str], None] = print) -> None:
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def conduct(parts: Sequence[Part], room: Room, seconds: float, say: Callable[[str], None] = _say) -> None:
     """Runs the parts in order; what they find is in their files.
 
     Args:
@@ -59,7 +67,7 @@ def conduct(parts: Sequence[Part], room: Room, seconds: float, say: Callable[[st
     def run(part: Part, end: float) -> None:
         began = time.monotonic()
         say(f"-- {part.name}: {part.about} (until {end:.0f} s)")
-        _run(part, replace(room, deadline=start + end))
+        _run(part, replace(room, deadline=start + end), say)
         say(f"-- {part.name}: {time.monotonic() - began:.0f} s")
 
     for part, end in zip(parts, deadlines(parts, seconds), strict=True):
@@ -69,60 +77,119 @@ def conduct(parts: Sequence[Part], room: Room, seconds: float, say: Callable[[st
             run(part, seconds)
 
 
-def _run(part: Part, room: Room) -> None:
-    """One part, in as many processes as its items break."""
-    while True:
-        room.note(part.name, None)
-        child = _processes.Process(target=_begin, args=(part, room))
-        child.start()
-        with suppress(OSError):  # by whoever comes first, the child or we
-            os.setpgid(child.pid or 0, child.pid or 0)
+@dataclass(frozen=True)
+class _Child:
+    """A process at its share of a part's items; what it tells comes through the pipe."""
+
+    index: int
+    process: Any
+    pipe: Any
+
+    def told(self) -> Iterator[Message]:
+        """What it has told since the last look."""
         try:
-            _watch(child, part, room)
-        finally:
-            ended = child.exitcode is not None
-            with suppress(ProcessLookupError):  # with all that it started: compilers, compute-sanitizer
-                os.killpg(child.pid or 0, signal.SIGKILL)
-            child.join()
-        if child.exitcode == 0 and ended:
-            return
-        if child.exitcode != DEVICE_LOST or not ended:
-            _bury(part, room, child.exitcode if ended else None)
-            if room.results(part.name).has(_itself(part)):
-                return
-        if room.left() <= 0:
-            return
+            while self.pipe.poll():
+                yield self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(_LOOK)  # its end is closed: it is ending
+
+    def end(self) -> None:
+        """Ends it with all that it started: compilers, compute-sanitizer."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
 
 
-def _watch(child: Any, part: Part, room: Room) -> None:
-    """Waits until a part's process ends, hangs, or is late."""
-    while room.left() + GRACE > 0:
-        child.join(min(_LOOK, room.left() + GRACE))
-        if child.exitcode is not None or _age(room.running(part.name)) > part.patience:
-            return
+def _run(part: Part, room: Room, say: Callable[[str], None]) -> None:
+    """One part, in several processes at once and as many after them as its items break."""
+    count = min(part.processes, len(os.sched_getaffinity(0)))
+    ledger = Ledger(part.name, room.results(part.name), [subject.stem for subject in room.subjects], count, say)
+    children: list[_Child] = []
+
+    def start(index: int) -> None:
+        children.append(_start(part, room, index, count, [child.pipe for child in children]))
+
+    try:
+        for index in range(count):
+            start(index)
+        while children:
+            wait([child.pipe for child in children], max(0.0, min(_LOOK, room.left() + GRACE)))
+            for child in children:
+                _hear(child, ledger)
+            ledger.write()
+            for child in [child for child in children if _over(child, part, room, ledger)]:
+                goes_on = _close(child, part, ledger)
+                children.remove(child)
+                if goes_on and room.left() > 0:
+                    start(child.index)
+    finally:
+        for child in children:
+            child.end()
 
 
-def _age(running: dict[str, Any] | None) -> float:
-    return time.monotonic() - running["since"] if running else 0.0
+def _start(part: Part, room: Room, index: int, count: int, others: Sequence[Any]) -> _Child:
+    ours, theirs = _processes.Pipe()
+    process = _processes.Process(target=_begin, args=(part, room, index, count, theirs, [ours, *others]))
+    process.start()
+    theirs.close()
+    with suppress(OSError):  # by whoever comes first, the child or we
+        os.setpgid(process.pid or 0, process.pid or 0)
+    return _Child(index, process, ours)
 
 
-def _begin(part: Part, room: Room) -> None:
+def _begin(part: Part, room: Room, index: int, count: int, pipe: Any, others: Sequence[Any]) -> None:
     with suppress(OSError):
         os.setpgid(0, 0)
-    work(part, room)
+    for other in others:  # the conductor's: were it killed, those who wait for it would not see that
+        other.close()
+    if count > 1:
+        torch.set_num_threads(1)  # the processors are shared
+
+    def tell(message: Message) -> None:
+        pipe.send(message)
+        if isinstance(message, Listed):
+            pipe.recv()
+
+    work(part, room, tell, index, count)
 
 
-def _bury(part: Part, room: Room, exitcode: int | None) -> None:
+def _hear(child: _Child, ledger: Ledger) -> None:
+    """Takes down what a process has told; what it expects of its items is in the file before it begins them."""
+    for message in child.told():
+        ledger.take(child.index, message)
+        if isinstance(message, Listed):
+            ledger.write()
+            with suppress(OSError):  # it may have been ended
+                child.pipe.send("written")
+
+
+def _over(child: _Child, part: Part, room: Room, ledger: Ledger) -> bool:
+    """Whether a process has ended, hangs, or is late."""
+    late = room.left() + GRACE <= 0
+    return late or child.process.exitcode is not None or ledger.age(child.index) > part.patience
+
+
+def _close(child: _Child, part: Part, ledger: Ledger) -> bool:
+    """Ends a process and records what it died of; whether another one is to go on with its share."""
+    ended = child.process.exitcode is not None
+    child.end()
+    _hear(child, ledger)  # all that it has told is there now
+    child.pipe.close()
+    code = child.process.exitcode if ended else None
+    running = ledger.running[child.index] is not None
+    if running or code not in (0, DEVICE_LOST):
+        _bury(child.index, code, part, ledger)
+    ledger.write()
+    return running or code in (None, DEVICE_LOST)
+
+
+def _bury(index: int, code: int | None, part: Part, ledger: Ledger) -> None:
     """Records what a process died of: the item that was running, or the part itself where none was."""
-    running = room.running(part.name)
-    room.note(part.name, None)
-    item = {name: value for name, value in (running or Item(_itself(part), dict).name).items() if name != "since"}
-    if exitcode is not None:
-        how = f"signal {-exitcode}" if exitcode < 0 else f"exit code {exitcode}"
-        room.results(part.name).add({**item, "state": RED, "why": f"its process ended by {how}"})
-    elif _age(running) > min(part.patience, HANGING):
-        room.results(part.name).add({**item, "state": RED, "why": f"did not end within {_age(running):.0f} s"})
-
-
-def _itself(part: Part) -> str:
-    return f"the part {part.name} itself"
+    running, age = ledger.running[index], ledger.age(index)
+    ledger.running[index] = None
+    name = running.name if running else Item(f"the part {part.name} itself", dict).name
+    if code is not None:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        ledger.add({**name, "state": RED, "why": f"its process ended by {how}"})
+    elif age > min(part.patience, HANGING):
+        ledger.add({**name, "state": RED, "why": f"did not end within {age:.0f} s"})

@@ -18,6 +18,7 @@ class Item:
         op: the public function that it judges, "" for none or all of its stem.
         stem: of the op.
         backend: that it judges.
+        heavy: whether it fills so much of the GPU's memory that no second such one may run beside it.
     """
 
     key: str
@@ -25,6 +26,7 @@ class Item:
     op: str = ""
     stem: str = ""
     backend: str = ""
+    heavy: bool = False
 
     @property
     def name(self) -> dict[str, str]:

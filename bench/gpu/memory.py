@@ -30,7 +30,7 @@ def items(room: Room, results: Results) -> Iterator[Item]:
         for name, (op, inputs) in subject.branches(room.device).items():
             yield subject.item(f"{name} between guards", partial(guarded_call, op, inputs, subject.backend), op)
         for name, check in subject.large.items():
-            yield subject.item(name, partial(_large, check, room.device), name.split()[0])
+            yield subject.item(name, partial(_large, check, room.device), name.split()[0], heavy=True)
 
 
 def guarded_call(op: str, inputs: Mapping[str, Any], backend: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A part of the proof: items that are run one after another, each recorded in the part's file as soon as it is done."""
+"""A part of the proof: items that processes share, each of which tells what it is at and what it found."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tfm_kernels import _library
-from tfm_kernels.bench.progress import Progress
 from tfm_kernels.bench.record import Results
 
 from .item import Item
@@ -23,7 +21,6 @@ from .subject import GpuSubject
 
 GREEN, RED, UNAVAILABLE = "green", "red", "unavailable"
 DEVICE_LOST = 17  # exit code of a process whose CUDA context an item has broken; the rest goes on in a new one
-_SAY_EVERY = 10.0  # seconds
 
 
 class NotYetError(Exception):
@@ -56,24 +53,6 @@ class Room:
         """Whether a part came to its end for every op under test."""
         return {subject.stem for subject in self.subjects} <= set(self.results(part).data.get("complete", ()))
 
-    def running(self, part: str) -> dict[str, Any] | None:
-        """The names of the item that a part's process is at, and "since", time.monotonic(); None between items."""
-        with suppress(OSError, ValueError):
-            return json.loads(self._note(part).read_text())
-        return None
-
-    def note(self, part: str, item: Item | None) -> None:
-        """Writes down what a part's process is at: should it take the process with it, others can tell."""
-        if item is None:
-            self._note(part).unlink(missing_ok=True)
-            return
-        partial = self._note(part).with_suffix(".partial-note")
-        partial.write_text(json.dumps({**item.name, "since": time.monotonic()}))
-        partial.replace(self._note(part))
-
-    def _note(self, part: str) -> Path:
-        return self.folder / f"{part}.running"
-
     def built(self) -> Iterator[GpuSubject]:
         """The subjects; raises NotYetError at the end where some need an extension that is still to be built."""
         absent = _library.cuda_extension is None and not self.results("build").has("extensions")
@@ -95,8 +74,10 @@ class Part:
         name: of its file, and for --part.
         about: one line for --list.
         seconds: its share of the whole time; what it leaves goes to the parts behind it.
-        items: (room, results) -> its items, in order; results is the part's own file.
+        items: (room, results) -> its items, in order and the same in each process; results is the part's own file, to
+            which it may add what is expected of them.
         patience: seconds from which an item hangs: its process is ended, it is red, and the rest goes on in a new one.
+        processes: how many processes share its items, where there are so many processors; what is timed has one.
         named: it runs only where --part names it.
     """
 
@@ -105,58 +86,99 @@ class Part:
     seconds: float
     items: Callable[[Room, Results], Iterable[Item]]
     patience: float = float("inf")
+    processes: int = 1
     named: bool = False
 
 
-def work(part: Part, room: Room) -> None:
-    """Runs what the part's file does not hold yet, until it is complete or the time is over."""
+@dataclass(frozen=True)
+class Listed:
+    """What a process tells first.
+
+    Attributes:
+        left: op stem -> how many items of its share the part's file does not hold yet.
+        waits: for what the items wait that could not be listed; "" where all are.
+        data: of the part's file, beside its items.
+    """
+
+    left: Mapping[str, int]
+    waits: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The item that a process is at: should it take the process with it, others can tell."""
+
+    name: Mapping[str, str]
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What an item found."""
+
+    record: dict[str, Any]
+
+
+Message = Listed | Begun | Done
+
+
+def work(part: Part, room: Room, tell: Callable[[Message], None], index: int = 0, count: int = 1) -> None:
+    """Runs what the part's file does not hold yet of a process's share, until that is done or the time is over.
+
+    Args:
+        part: whose items.
+        room: the part's.
+        tell: takes down what is told; what is Listed is in the file when it returns.
+        index: of the process.
+        count: how many processes share the items.
+    """
     _library.load_again()  # this process began before the build part ended
     results = room.results(part.name)
-    pending, waits = [], False
+    items: list[Item] = []
+    waits = ""
     try:
         for item in part.items(room, results):
-            if not results.has(item.key):
-                pending.append(item)
+            items.append(item)
     except NotYetError as reason:
-        print(f"{part.name}: {reason}", flush=True)
-        waits = True
-    left = Counter(item.stem for item in pending)
-
-    def settle() -> None:
-        if not waits and not left[""]:
-            done = {subject.stem for subject in room.subjects if not left[subject.stem]}
-            results.data["complete"] = sorted(done.union(results.data.get("complete", ())))
-
-    settle()
-    progress, said = Progress(pending, "item"), time.monotonic()
-    for item in progress:
+        waits = str(reason)
+    left = [item for item in share(items, index, count) if not results.has(item.key)]
+    data = {name: value for name, value in results.data.items() if name not in ("groups", "complete")}
+    tell(Listed(Counter(item.stem for item in left), waits, _plain(data)))
+    for item in left:
         if room.left() <= 0:
-            results.write()
             return
-        room.note(part.name, item)
+        tell(Begun(item.name))
         record = run(item)
-        room.note(part.name, None)
-        left[item.stem] -= not record.get("unfinished")
-        settle()
-        results.add(record)
-        if record["state"] == RED or time.monotonic() - said > _SAY_EVERY:
-            said = time.monotonic()
-            progress.say(f"{part.name}: {item.key}: {record['state']} {record.get('why', '')}".rstrip())
+        tell(Done(record))
         if record["state"] == RED and device_lost():
             os._exit(DEVICE_LOST)
-    results.write()
+
+
+def share(items: Sequence[Item], index: int, count: int) -> list[Item]:
+    """What one of ``count`` processes runs: every count-th item, but the heavy ones are all the first process's."""
+    heavy = [item for item in items if item.heavy]
+    others = [item for item in items if not item.heavy]
+    if not heavy or count == 1:
+        return [*heavy, *others][index::count]
+    return heavy if index == 0 else others[index - 1 :: count - 1]
 
 
 def run(item: Item) -> dict[str, Any]:
     """The record of one item: its state, how long it took, what it found or why it is red."""
     start = time.perf_counter()
     try:
-        found = item.run()
+        found = _plain(item.run())
     except Exception as error:  # whatever a kernel throws is a finding
         words = str(error).strip() or "no words"
         name = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         found = {"state": RED, "why": (name + words)[:2000]}
     return {**item.name, "state": GREEN, **found, "seconds": round(time.perf_counter() - start, 3)}
+
+
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    """A record as the file holds it: no tensor of a process's own is sent to another."""
+    return json.loads(json.dumps(found))
 
 
 def device_lost() -> bool:

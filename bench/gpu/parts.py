@@ -19,14 +19,17 @@ def _packages() -> dict[str, str | None]:
     return {name: machine.package(name) for name in ("torch", "triton", "ninja", "pybind11", "pytest", "numpy")}
 
 
+PROCESSES = 12  # an item of the contract keeps a host thread busy and the GPU hardly at all; what is timed is alone
 PATIENCE = 40.0  # seconds: a call of the contract takes one, and compiles for ten where the build was cut short
 # seconds of a run of 480; a part that ends early leaves the rest to those behind it
 PARTS = (
     Part("environment", "GPU, driver, tools, clocks as read", 5, _environment),
     Part("build", "compiles every kernel and launch, and the extensions", 170, build.items),
-    Part("contract", "the numeric contract, dropout masks", 85, contract.items, PATIENCE),
-    Part("repeats", f"{repeats.REPEATS} runs and CUDA graph replays, bit for bit", 35, repeats.items, PATIENCE),
-    Part("memory", "guards, more than 2**31 elements", 40, memory.items, PATIENCE),
+    Part("contract", "the numeric contract, dropout masks", 85, contract.items, PATIENCE, PROCESSES),
+    Part(
+        "repeats", f"{repeats.REPEATS} runs and CUDA graph replays, bit for bit", 35, repeats.items, PATIENCE, PROCESSES
+    ),
+    Part("memory", "guards, more than 2**31 elements", 40, memory.items, PATIENCE, PROCESSES),
     Part("limits", "copy bandwidth and matrix rate", 10, limits.items),
     Part("speed", "kernels and peers in turns", 135, speed.items),
     Part("sanitizers", "the smallest calls under compute-sanitizer", 480, sanitizers.items, named=True),

@@ -48,6 +48,6 @@ class GpuSubject:
     speed: Subject
     predicted: Callable[[Group, str, Mapping[str, Any]], float]
 
-    def item(self, name: str, run: Callable[[], dict[str, Any]], op: str = "") -> Item:
+    def item(self, name: str, run: Callable[[], dict[str, Any]], op: str = "", heavy: bool = False) -> Item:
         """One thing to find out about it; op: the public function, "" for all of them."""
-        return Item(f"{self.backend} {name}", run, op, self.stem, self.backend)
+        return Item(f"{self.backend} {name}", run, op, self.stem, self.backend, heavy)

@@ -109,8 +109,12 @@ class Results:
 
     def add(self, group: dict[str, Any]) -> None:
         """Adds a group's record, in the place of an unfinished one, and writes the file."""
-        self.data["groups"] = [*(kept for kept in self.data["groups"] if kept["key"] != group["key"]), group]
+        self.put(group)
         self.write()
+
+    def put(self, group: dict[str, Any]) -> None:
+        """Adds a group's record; whoever puts several at once writes the file behind them."""
+        self.data["groups"] = [*(kept for kept in self.data["groups"] if kept["key"] != group["key"]), group]
 
     def write(self) -> None:
         """Writes the whole file beside its name, then renames it: an interruption leaves the old one whole."""
