@@ -136,7 +136,7 @@ def test_cpu_says_what_it_needs():
         tfk.ops.layer_norm(meta, backend="cpu")
 
 
-def test_cuda_is_explained_and_never_chosen(x):
+def test_cuda_is_explained_and_not_chosen_on_any_gpu(x):
     """On a GPU that is not there; that its kernels run is shown in tests/simt."""
     assert "cuda      cannot: needs a CUDA tensor, got cpu\n" in tfk.explain("layer_norm", x)
     with FakeTensorMode():
@@ -145,7 +145,7 @@ def test_cuda_is_explained_and_never_chosen(x):
         if _library.cuda_extension is None:
             assert "cuda      cannot: the CUDA extension was not built" in text
         else:
-            assert "cuda      can: not yet proven on a GPU; name it explicitly" in text
+            assert "cuda      can: proven on an H200 (9.0); on other GPUs name it explicitly" in text
         for y, reason in (
             (torch.empty(2, 8, device="cuda", dtype=torch.float64), "has no float64 kernels"),
             (torch.empty(2, 65537, device="cuda"), "needs at most 65536 features, got 65537"),
@@ -154,7 +154,7 @@ def test_cuda_is_explained_and_never_chosen(x):
                 tfk.ops.layer_norm(y, backend="cuda")
 
 
-def test_ffns_cuda_kernels_are_explained_and_never_chosen():
+def test_ffns_cuda_kernels_are_explained_and_not_chosen_on_any_gpu():
     def call(device, dtype=torch.float32):
         shapes = (2, 8), (16, 8), (8, 16)
         x, w1, w2 = (torch.empty(shape, device=device, dtype=dtype) for shape in shapes)
@@ -169,12 +169,12 @@ def test_ffns_cuda_kernels_are_explained_and_never_chosen():
         if _library.cuda_extension is None:
             assert "cuda      cannot: the CUDA extension was not built" in text
         else:
-            assert "cuda      can: not yet proven on a GPU; name it explicitly" in text
+            assert "cuda      can: proven on an H200 (9.0); on other GPUs name it explicitly" in text
         with pytest.raises(tfk.BackendError, match="backend 'cuda' cannot run this call: has no float64 kernels"):
             tfk.ops.ffn(*call("cuda", torch.float64), backend="cuda")
 
 
-def test_cuda_attention_is_explained_and_never_chosen():
+def test_cuda_attention_is_explained_and_not_chosen_on_any_gpu():
     q = torch.randn(1, 2, 4, 8)
     assert "cuda      cannot: needs a CUDA tensor, got cpu\n" in tfk.explain("attention", q, q, q)
     words = "^attention: backend 'cuda' cannot run this call: needs a CUDA tensor, got cpu$"
@@ -187,10 +187,10 @@ def test_cuda_attention_is_explained_and_never_chosen():
         if _library.cuda_extension is None:
             assert "cuda      cannot: the CUDA extension was not built" in text
         else:
-            assert "cuda      can: not yet proven on a GPU; name it explicitly" in text
+            assert "cuda      can: proven on an H200 (9.0); on other GPUs name it explicitly" in text
 
 
-def test_triton_is_explained_and_never_chosen():
+def test_triton_is_explained_and_not_chosen_on_any_gpu():
     """On a GPU that is not there; that its kernels run is shown in tests/interpreter."""
     with FakeTensorMode():
         x = torch.empty(2, 8, device="cuda")
@@ -199,7 +199,7 @@ def test_triton_is_explained_and_never_chosen():
         if find_spec("triton") is None:
             assert "triton    cannot: triton is not installed: pip install triton" in text
         else:
-            assert "triton    can: not yet proven on a GPU; name it explicitly" in text
+            assert "triton    can: proven on an H200 (9.0); on other GPUs name it explicitly" in text
         for x, reason in (
             (torch.empty(2, 8, device="cuda", dtype=torch.float64), "has no float64 kernels"),
             (torch.empty(2, 65537, device="cuda"), "needs at most 65536 features, got 65537"),

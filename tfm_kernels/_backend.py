@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _measured
+from . import _library, _measured
 
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
-UNPROVEN = "not yet proven on a GPU; name it explicitly"  # the remark of kernels that no GPU has run
+# what explain() adds of kernels that automatic choice takes on such a GPU alone
+PROVEN = dict.fromkeys(("triton", "cuda"), "proven on an H200 (9.0); on other GPUs name it explicitly")
 
 _told: Callable[[Op, Any], None] | None = None  # set by telling_choices()
 _forced: str | None = None  # set by use_backend(); a plain global, because a ContextVar breaks fullgraph compilation
@@ -140,6 +141,18 @@ def cpu_first(device: str, faster: bool = True) -> tuple[str, ...]:
     if faster and device == "cpu" and not torch.compiler.is_exporting():
         return ("cpu", "aten", "reference")
     return ("aten", "reference")
+
+
+def on_gpu(*fastest: str, compiled: bool = False) -> tuple[str, ...]:
+    """The order of automatic choice but on a CPU: ``fastest``, PyTorch's own functions, then what else there is.
+
+    Kernels are taken on GPUs that have proven them. A compiler fuses PyTorch's own functions, which come first in its
+    graphs unless the kernels are to be taken ``compiled``; exported programs hold nothing else.
+    """
+    if not _library.proven_gpu() or torch.compiler.is_exporting():
+        return ("aten", "reference")
+    first = fastest if compiled or not torch.compiler.is_compiling() else ()
+    return tuple(dict.fromkeys((*first, "aten", "triton", "reference")))
 
 
 def offers(op: str) -> bool:

@@ -59,10 +59,11 @@ def backward(name, width, dtype, kind, aligned, arch):
     capability = (arch // 10, arch % 10)
     config = attention_bwd.pick_config(name, width, extras(kind, aligned), DTYPES[dtype], capability)
     part = attention_bwd.PARTS[config.block_d == 256][0]
+    rows = config.block_n if name == "keys" else config.block_m
     constexprs = {
         **config.arguments(), "OUT_ALIGNED": aligned, "PAIRS_ALIGNED": aligned and kind not in ("plain", "dropout"),
         "PRECISION": "ieee", "PART": part, "PER_ROW": True, "PER_COLUMN": True,
-        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", capability),
+        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", rows, capability),
     }  # fmt: skip
     names = [parameter.name for parameter in kernel.params]
     absent = (*ABSENT[kind], *(() if kind == "full" else ("dbias_ptr", "dlse_ptr")))

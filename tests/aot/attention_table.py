@@ -113,7 +113,7 @@ def forward(width, queries, dtype, kind, aligned, arch):
     constexprs = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d, "OUT_ALIGNED": aligned,
         "PAIRS_ALIGNED": aligned and kind not in ("plain", "dropout"), "PRECISION": "ieee", "CHUNK": config.chunk,
-        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", (arch // 10, arch % 10)),
+        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", config.block_m, (arch // 10, arch % 10)),
         "STAGES": config.num_stages,
     }  # fmt: skip
     return f"attention_fwd {in_words(config)}", {
@@ -129,7 +129,7 @@ def few(width, rows, dtype, kind, aligned, arch):
     constexprs = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d, "OUT_ALIGNED": aligned,
         "PRECISION": "ieee", "CHUNK": config.chunk, "STAGES": config.num_stages,
-        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", (arch // 10, arch % 10)),
+        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", config.block_m, (arch // 10, arch % 10)),
     }  # fmt: skip
     absent = ABSENT[kind] + (("out_ptr", "lse_ptr") if aligned else ("parts_ptr", "numbers_ptr"))
     kernel = _attention_fwd_few.attention_fwd_few_kernel

@@ -7,10 +7,14 @@ ENTRIES = attention_bwd_table.entries()
 QUICK = [name for name in ENTRIES if name.startswith("sm_90") and "x64 " in name and name.endswith("bf16 plain")]
 
 
+# 128 keys on 8 warps take half of the time of 64 on an H200, which were planned for their registers
+MORE = "attention_bwd_keys 16x128x128"
+
+
 def fits(name, entry, found):
     """Little stack, and none of it in a main loop."""
     uses_the_gpu(name, found)
-    plan.keeps_to_registers(name, found, stack=128)
+    plan.keeps_to_registers(name, found, stack=160 if MORE in name else 128)
 
 
 test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests_of(

@@ -24,7 +24,8 @@ def test_launches():
                         assert config.num_warps in (4, 8) and (queries > 64 or config.block_m <= 64)
     pick = attention_fwd.pick_config
     assert pick(64, 4096, "none", torch.bfloat16, (9, 0)) == Config(128, 64, 64, 0, 8, 3)
-    assert pick(128, 4096, "none", torch.bfloat16, (9, 0)) == Config(128, 64, 128, 0, 8, 2)
+    assert pick(128, 4096, "none", torch.bfloat16, (9, 0)) == Config(64, 64, 128, 0, 4, 3)
+    assert pick(128, 4096, "none", torch.bfloat16, (10, 0)) == Config(128, 64, 128, 0, 8, 2)
 
 
 def few(width, group, queries, keys, units, extras="none", dtype=torch.bfloat16, capability=(9, 0), reach=None):

@@ -50,7 +50,7 @@ def _cuda(call: Call) -> str | None:
 SUPPORT = {
     "reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton, "cuda": _cuda,
 }  # fmt: skip
-REMARKS = dict.fromkeys(("triton", "cuda"), _backend.UNPROVEN)
+REMARKS = _backend.PROVEN
 
 
 def _stand_in(call: Call) -> _backend.StandIn:

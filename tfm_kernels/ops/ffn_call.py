@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import _check, _library, _measured
+from .. import _backend, _check, _library, _measured
 from .._library import ACTIVATIONS
 
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -62,7 +62,10 @@ _ATEN_TRAINS_IN_TILES = {_library.XEON: range(8192), _library.ZEN3: range(8192),
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
     if call.device != "cpu":
-        return ("aten", "reference")
+        # H200, 16 bits: 1.1 to 1.3 of the time of cuBLAS and a pass for the activation; but aten draws dropout in plain
+        # torch, which takes 30 times as long
+        faster = call.dropout_p > 0.0 and call.dtype in _16_BITS
+        return _backend.on_gpu(*(("triton",) if faster else ()))
     # aten draws dropout in plain torch; a compiled graph must not depend on the number of rows
     if call.dropout_p == 0.0 and not torch.compiler.is_compiling() and _aten_is_faster(call):
         return ("aten", "cpu", "reference")

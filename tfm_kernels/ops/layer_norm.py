@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import _autograd, _check, _library
-from .._backend import UNPROVEN, Choices, Op, StandIn, register, select
+from .._backend import PROVEN, Choices, Op, StandIn, register, select
 from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
 from .layer_norm_call import Call, bucket, describe, prefer
@@ -98,7 +98,7 @@ SUPPORT = {
     "cuda": _cuda_support,
 }  # fmt: skip
 PREFER = prefer
-REMARKS = dict.fromkeys(("triton", "cuda"), UNPROVEN)
+REMARKS = PROVEN
 _CHOICES = Choices()
 
 

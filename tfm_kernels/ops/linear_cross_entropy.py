@@ -59,7 +59,7 @@ def _triton(call: Call) -> str | None:
 
 
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
-REMARKS = {"triton": _backend.UNPROVEN}
+REMARKS = _backend.PROVEN
 
 
 # Rows from which it takes longer to compute the logits again than to read and write a weight's gradient once more.
@@ -68,9 +68,20 @@ _SAVING_FROM = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 256, torch
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
-    if call.device == "cpu" and not _aten_is_faster(call):
-        return ("cpu", "aten", "reference")
-    return ("aten", "reference")
+    if call.device != "cpu":
+        return _backend.on_gpu(*(("triton",) if _triton_is_faster(call) else ()))
+    return ("aten", "reference") if _aten_is_faster(call) else ("cpu", "aten", "reference")
+
+
+def _triton_is_faster(call: Call) -> bool:
+    """On an H200: 0.2 to 0.57 of aten's time for 2,048 to 8,192 rows 512 to 1024 wide, but 1.5 for 16 rows.
+
+    Of 4096 features 0.89, in training 1.37: the logits are computed twice, which then takes longer than keeping them.
+    float32, which is multiplied without matrix units, takes 3.3 of aten's time.
+    """
+    if call.dtype == torch.float32 or torch.compiler.is_compiling():
+        return False
+    return call.rows >= 256 and not (call.training and call.width > 2048)
 
 
 def _aten_is_faster(call: Call) -> bool:

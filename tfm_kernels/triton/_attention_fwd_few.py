@@ -297,6 +297,7 @@ def attend_few(call: Call, config: FewConfig, out: Tensor, lse: Tensor) -> None:
     pairs = call.batch * call.kv_heads
     programs = config.parts * pairs * triton.cdiv(call.queries * call.heads // call.kv_heads, config.block_m)
     given: dict[str, Any] = {**call.strides("out", out), "OUT_D": call.value_dim, "part_step": lse.numel()}
+    given["SHIELDED"] = call.shielded(config.block_m)
     if config.parts == 1:
         call.launch(
             attention_fwd_few_kernel, programs, config, **given, out_ptr=out, lse_ptr=lse, parts_ptr=None,

@@ -9,7 +9,7 @@ Traffic: reads q, k, v, dout, lse and what hides, by tiles, out once; writes dq,
          broadcast along nothing. Else dbias takes two more products and float32 sums: of the bias' size, times the
          splits where tiles are few, and one row (column) of tiles where it is broadcast along queries (keys).
 Limits:  D, Dv <= 256; float16, bfloat16, float32 (IEEE unless TF32 is allowed). No float64.
-Config:  pick_config() below; not yet measured on a GPU.
+Config:  pick_config() below; for compute capability 9 measured on an H200.
 Source:  own work, after Dao 2023, arXiv:2307.08691, algorithm 2.
 """
 
@@ -51,21 +51,48 @@ def pick_config(kernel: str, dim: int, extras: str, dtype: torch.dtype, capabili
         return Config(block_m, block_n, block_d, 16, 4 if block_d <= 64 else 8, num_stages=1, max_registers=255)
     if kernel == "rows":
         return Config(64, 32, block_d, 0, 4 if block_d <= 64 else 8, num_stages=1)
+    if capability[0] == 9:
+        return _hopper(kernel, block_d, extras)
     narrow, wide = block_d <= 64, block_d == 256
     if kernel == "bias":
         return Config(64, 16 if wide else 32, block_d, 0, 4 if narrow else 8, num_stages=1)
     if kernel == "keys":
-        few = wide or extras == "unaligned" or (extras == "aligned" and not narrow) or capability[0] != 9
-        passes = 16 if few else 32
         stages = 1 if capability[0] >= 10 and block_d >= 128 else 2  # asked for ahead they spill there
-        return Config(passes, 128 if narrow else 64, block_d, 0, num_warps=8, num_stages=stages)
+        return Config(16, 128 if narrow else 64, block_d, 0, num_warps=8, num_stages=stages)
     if extras == "none" and not (wide and _launch.small_shared(capability)):
         stays, passes = (64, 32) if wide else (128, 64 if narrow else 32)
-    elif extras == "unaligned" and wide and capability[0] == 9:
-        stays, passes = 32, 32  # 64 rows of warp-group products spill in the loop
     else:
         stays, passes = (128, 16 if extras == "unaligned" else 32) if narrow else (64, 16)
     return Config(stays, passes, block_d, 0, num_warps=8, num_stages=2)
+
+
+def _hopper(kernel: str, block_d: int, extras: str) -> Config:
+    """What was fastest on an H200 of what keeps out of the stack where it multiplies (tests/aot/attention_bwd.json).
+
+    A warpgroup multiplies 64 rows: four warps to 64 rows that stay, or eight to 128, never eight to 64, which took 1.5
+    to 3 times as long.
+    """
+    narrow, wide, plain = block_d <= 64, block_d == 256, extras == "none"
+    if kernel == "bias":
+        return Config(64, 64 if narrow else 16 if wide else 32, block_d, 0, 8 if wide else 4, num_stages=1)
+    if kernel == "keys":
+        if narrow and extras != "unaligned":
+            return Config(32, 64, block_d, 0, num_warps=4, num_stages=3 if plain else 2)
+        if narrow:
+            return Config(16, 64, block_d, 0, num_warps=4, num_stages=3)
+        if extras == "unaligned":
+            return Config(16, 64, block_d, 0, num_warps=8, num_stages=2)
+        passes = 32 if plain and not wide else 16
+        return Config(passes, 128, block_d, 0, num_warps=8, num_stages=1 if passes == 32 else 2)
+    if wide and plain:
+        return Config(128, 16, block_d, 0, num_warps=8, num_stages=2)
+    if wide:  # 64 rows of warp-group products that are not aligned spill in the loop
+        stays, passes = (32, 32) if extras == "unaligned" else (64, 16)
+        return Config(stays, passes, block_d, 0, num_warps=8, num_stages=2)
+    if plain and not narrow:
+        return Config(64, 64, block_d, 0, num_warps=4, num_stages=2)
+    passes = 32 if narrow and extras != "unaligned" else 16
+    return Config(64, passes, block_d, 0, num_warps=4, num_stages=3)
 
 
 def attention_bwd(
@@ -115,7 +142,7 @@ def attention_bwd(
                 attention_bwd_keys_kernel, triton.cdiv(call.keys, config.block_n) * call.kv_heads * call.batch, config,
                 **shared, **lists, dk_ptr=dk, dv_ptr=dv, **call.strides("dk", dk), **call.strides("dv", dv),
                 DK_D=call.dim, DV_D=call.value_dim, OUT_ALIGNED=rows_aligned(dk, dv), PART=part,
-                scale=call.scale if bias is not None else abs(call.scale),
+                scale=call.scale if bias is not None else abs(call.scale), SHIELDED=call.shielded(config.block_n),
             )  # fmt: skip
         config = configs["queries"]
         strides = {f"dbias_stride_{axis}": dbias.stride(i) if own_dbias else 0 for i, axis in enumerate("bht")}
@@ -123,7 +150,7 @@ def attention_bwd(
             attention_bwd_queries_kernel, triton.cdiv(call.queries, config.block_m) * call.heads * call.batch, config,
             **shared, **call.keep_tiles(config.block_m, config.block_n, of_keys=False), dq_ptr=dq,
             dbias_ptr=dbias if own_dbias else None, **strides, **call.strides("dq", dq), DQ_D=call.dim,
-            OUT_ALIGNED=rows_aligned(dq),
+            OUT_ALIGNED=rows_aligned(dq), SHIELDED=call.shielded(config.block_m),
         )  # fmt: skip
         if need_bias and not own_dbias:
             dbias = _broadcast_dbias(call, configs["bias"], dbias, shared, capability)
