@@ -67,7 +67,7 @@ def test_every_item_has_one_process(count, heavy):
 
 def test_what_is_timed_has_one_process():
     several = {part.name for part in PARTS if part.processes > 1}
-    assert several == {"contract", "repeats", "memory"}
+    assert several == {"contract", "repeats", "memory", "sanitizers"}
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

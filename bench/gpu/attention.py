@@ -172,9 +172,9 @@ def _speed() -> tuple[Attention, ...]:
         return Attention(queries=queries, dim=dim, **given)
 
     return (
-        a(512, 64, headline=True, compiled=True),
+        a(512, 64, headline=True),
         a(4096, 64),
-        a(2048, 128, headline=True, compiled=True),
+        a(2048, 128, headline=True),
         a(8192, 128, causal=True, headline=True),
         a(2048, 64, causal=True),
         a(512, 64, padded=True, headline=True),

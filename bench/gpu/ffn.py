@@ -113,7 +113,7 @@ def _speed() -> tuple[Ffn, ...]:
         return Ffn(rows=rows, width=width, hidden=4 * width, **{"dtypes": ("bfloat16",), **options})
 
     return (
-        f(8192, 512, compiled=True),
+        f(8192, 512),
         f(8192, 1024, headline=True, compiled=True),
         f(8192, 1024, dtypes=("float16", "float32")),
         f(8192, 2048, headline=True),

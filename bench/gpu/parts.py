@@ -32,5 +32,12 @@ PARTS = (
     Part("memory", "guards, more than 2**31 elements", 40, memory.items, PATIENCE, PROCESSES),
     Part("limits", "copy bandwidth and matrix rate", 10, limits.items),
     Part("speed", "kernels and peers in turns", 135, speed.items),
-    Part("sanitizers", "the smallest calls under compute-sanitizer", 480, sanitizers.items, named=True),
+    Part(
+        "sanitizers",
+        "the smallest calls under compute-sanitizer",
+        480,
+        sanitizers.items,
+        processes=sanitizers.PROCESSES,
+        named=True,
+    ),
 )

@@ -118,7 +118,7 @@ def _speed() -> tuple[Rotary, ...]:
     return (
         r(1, 32, 8192, 128, headline=True, compiled=True),
         r(1, 8, 8192, 128, headline=True),
-        r(8, 32, 2048, 128, compiled=True),
+        r(8, 32, 2048, 128),
         r(8, 9, 2048, 64, headline=True),
         r(8, 9, 2048, 64, dtypes=("float16", "float32")),
         r(4, 16, 2048, 256),

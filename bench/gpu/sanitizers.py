@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from .part import RED, UNAVAILABLE, Item, Room
 from .subject import GpuSubject
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
+PROCESSES = 10  # each watches a program of its own, which loads torch and its kernels for longer than it runs them
 _BROKEN = 9  # compute-sanitizer's exit code where it found something
 _UNUSABLE = ("Device not supported", "No attachable process", "Failed to initialize", "not supported on this device")
 
@@ -25,7 +27,8 @@ def items(room: Room, results: Results) -> Iterator[Item]:
     runs = [(tool, subject) for tool in TOOLS for subject in room.subjects]
     list(room.built())  # all of them, or none yet
     for place, (tool, subject) in enumerate(runs):
-        yield subject.item(f"{subject.stem} {tool}", partial(sanitize, tool, subject, room, len(runs) - place))
+        sharing = math.ceil((len(runs) - place) / PROCESSES)
+        yield subject.item(f"{subject.stem} {tool}", partial(sanitize, tool, subject, room, sharing))
 
 
 def sanitize(tool: str, subject: GpuSubject, room: Room, sharing: int = 1) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def sanitize(tool: str, subject: GpuSubject, room: Room, sharing: int = 1) -> di
         tool: one of TOOLS.
         subject: whose calls.
         room: the part's.
-        sharing: how many such runs share the time that is left, this one counted in.
+        sharing: how many such runs share the time that is left, this one counted in, one after another.
     """
     program = shutil.which("compute-sanitizer")
     if program is None:

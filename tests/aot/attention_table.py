@@ -109,7 +109,8 @@ def extras(kind, aligned):
 def forward(width, queries, dtype, kind, aligned, arch):
     """(launch in words, what to compile)."""
     kernel = attention_fwd.attention_fwd_kernel
-    config = attention_fwd.pick_config(width, queries, extras(kind, aligned), DTYPES[dtype], (arch // 10, arch % 10))
+    dim = width if aligned else width - 1
+    config = attention_fwd.pick_config(dim, queries, extras(kind, aligned), DTYPES[dtype], (arch // 10, arch % 10))
     constexprs = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d, "OUT_ALIGNED": aligned,
         "PAIRS_ALIGNED": aligned and kind not in ("plain", "dropout"), "PRECISION": "ieee", "CHUNK": config.chunk,

@@ -44,6 +44,8 @@ def test_every_launch_is_compiled(arch):
         for queries in (1, 64, 65, 5000):
             for dtype, kinds in attention_table.KINDS.items():
                 for kind, aligned in kinds:
+                    if aligned and width % 8:
+                        continue
                     launch, _ = attention_table.forward(width, queries, dtype, kind, aligned, arch)
                     assert f"sm_{arch} {launch} {attention_table.words(dtype, kind, aligned)}" in ENTRIES
         for rows in (1, 16, 17, 500):

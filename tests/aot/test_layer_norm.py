@@ -7,14 +7,19 @@ QUICK = [name for name in ENTRIES if name.startswith("sm_90") and "unaligned" no
 
 
 def fits(name, entry, found):
-    """No byte of stack in any kernel, and registers for as many programs as the launch plans."""
+    """No byte of stack, and registers for as many programs as the launch plans.
+
+    Two rows ahead some keep a few bytes; an H200 took 0.8 of the time of one row ahead with none.
+    """
     assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
     if "layer_norm_bwd " in name and "unaligned" not in name:
         limit = 168 if " 4 warps" in name else 128
         assert found["registers"] <= limit, f"{name}: the programs planned do not fit: {found}"
-    if "2 stages" in name:
+    ahead = "3 stages" in name
+    if ahead or "2 stages" in name:
         assert found["LDGSTS"] > 0, f"{name} does not ask for the next rows ahead"
-    plan.keeps_to_registers(name, found)
+    if not (ahead and found["stack"] <= 40):
+        plan.keeps_to_registers(name, found)
 
 
 test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests_of(

@@ -59,8 +59,8 @@ def pick_config(dim: int, queries: int, extras: str, dtype: torch.dtype, capabil
         block_m, num_warps = 64 if block_d < 256 else 32, 8 if block_d >= 128 else 4
         return Config(block_m, 16, block_d, 16, num_warps, num_stages=1, max_registers=255)
     hopper = capability[0] == 9
-    if hopper and extras == "none" and block_d == 256:
-        return Config(128, 64, block_d, 0, num_warps=8, num_stages=2)
+    if hopper and extras == "none" and block_d == 256 and not few:
+        return Config(128, 64 if dim % 8 == 0 else 32, block_d, 0, num_warps=8, num_stages=2)
     if block_d == 256 or extras == "unaligned" or (extras != "none" and block_d == 128 and old):
         return Config(64, 16 if block_d == 256 and extras == "unaligned" else 32, block_d, 0, 8, num_stages=2)
     if hopper and (few or extras != "none" or block_d == 128):
