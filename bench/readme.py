@@ -1,4 +1,4 @@
-"""README's three generated tables: who can run what, what was measured, and how far the other processors range."""
+"""README's generated tables: who can run what, what was measured, how far other processors range, and a GPU's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tfm_kernels import Mask, _backend, _library
 from tfm_kernels.bench import record
 
 from . import places
+from .gpu import summary
 
 README = places.ROOT / "README.md"
 # folder of results -> the processor, of which the machine itself says less
@@ -35,6 +36,7 @@ def render(text: str) -> str:
     """README's text with its tables made anew between their markers."""
     text = _between(text, "matrix", matrix())
     text = _between(text, "measured", measured(record.load(places.RESULTS / "cpu")))
+    text = _between(text, "gpu", summary.markdown(record.load(places.RESULTS / "h200")))
     return _between(text, "ranges", ranges({name: record.load(places.RESULTS / name) for name in OTHERS}))
 
 

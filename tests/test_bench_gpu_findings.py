@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import attention, build, contract, limits, machine, sanitizers, speed, table
+from bench.gpu import attention, build, contract, limits, machine, sanitizers, speed, summary, table
 from bench.gpu import part as part_module
 from bench.gpu.ledger import Ledger
 from bench.gpu.part import GREEN, RED, UNAVAILABLE, NotYetError, Part, Room
@@ -167,6 +167,21 @@ def row(implementation, median, direction="forward"):
         "direction": direction, "implementation": implementation, "median": median, "p20": median, "p80": median,
         "rounds": 9, "ratio": 1.0, "flops": 1, "bytes": 10**6, "limit": 8e-6, "bound": "copy", "predicted": 9e-6,
     }  # fmt: skip
+
+
+def test_readmes_table_names_the_fastest_that_pytorch_has():
+    group = {
+        "op": "attention", "label": "T512", "dtype": "bfloat16", "headline": True, "chosen": "triton",
+        "rows": [row("torch", 2e-5), row("cudnn", 1.5e-5), row("auto", 1e-5), row("aten", 9e-6), row("cuda", 3e-5)],
+    }  # fmt: skip
+    both = {**group, "chosen": "aten", "rows": [row("torch", 2e-5, "both"), row("triton", 4e-5, "both")]}
+    others = [{**group, "headline": False}, {**group, "rows": [row("torch", 1e-5)]}]
+    text = summary.markdown({"speed": {"environment": NOW, "groups": [group, both, *others]}})
+    assert text.splitlines()[4:] == [
+        "| `attention` | T512 | bfloat16 | forward | 10 | 15 (cudnn) | 1.50x | 80% |",
+        "| `attention` | T512 | bfloat16 | with backward | 40 | 20 (torch) | 0.50x | 20% |",
+    ]
+    assert "Nothing is measured" in summary.markdown({})
 
 
 def test_table_of_a_recorded_example(tmp_path, capsys):

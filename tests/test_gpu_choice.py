@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfm_kernels as tfk
-from tfm_kernels import Mask, _library
+from tfm_kernels import Mask, _backend
 from tfm_kernels._backend import OPS
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -15,7 +15,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 def gpu(monkeypatch):
     """Tensors on a GPU that is not there."""
     with FakeTensorMode():
-        yield lambda proven=True: monkeypatch.setattr(_library, "_proven", proven)
+        yield lambda proven=True: monkeypatch.setattr(_backend, "_proven", proven)
 
 
 def new(*shape, dtype=BF16, train=False):
@@ -115,8 +115,8 @@ def test_compiled_graphs_fuse_pytorchs_own_functions(monkeypatch, gpu):
 
 
 def test_compiled_code_takes_the_gpu_for_a_constant():
-    assert _library.proven_gpu._dynamo_marked_constant
-    assert torch.compile(lambda x: x + _library.proven_gpu(), fullgraph=True, backend="eager")(torch.ones(2)).sum() == 2
+    assert _backend.proven_gpu._dynamo_marked_constant
+    assert torch.compile(lambda x: x + _backend.proven_gpu(), fullgraph=True, backend="eager")(torch.ones(2)).sum() == 2
 
 
 def test_what_is_proven_is_explained(gpu):

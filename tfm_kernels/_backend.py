@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library, _measured
+from . import _measured
 
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
 # what explain() adds of kernels that automatic choice takes on such a GPU alone
 PROVEN = dict.fromkeys(("triton", "cuda"), "proven on an H200 (9.0); on other GPUs name it explicitly")
 
+_proven: bool | None = None  # what proven_gpu() has found
 _told: Callable[[Op, Any], None] | None = None  # set by telling_choices()
 _forced: str | None = None  # set by use_backend(); a plain global, because a ContextVar breaks fullgraph compilation
 _entered: list[list[str | None]] = []  # the backends of use_backend()'s blocks that are under way, in all threads
@@ -143,13 +144,25 @@ def cpu_first(device: str, faster: bool = True) -> tuple[str, ...]:
     return ("aten", "reference")
 
 
+def proven_gpu() -> bool:
+    """Whether the current GPU is of the kind that has proven the kernels, an H200: of compute capability 9."""
+    global _proven
+    if _proven is None:
+        _proven = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return _proven
+
+
+# What torch.compiler.assume_constant_result does, which would import torch's compiler.
+proven_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def on_gpu(*fastest: str, compiled: bool = False) -> tuple[str, ...]:
     """The order of automatic choice but on a CPU: ``fastest``, PyTorch's own functions, then what else there is.
 
     Kernels are taken on GPUs that have proven them. A compiler fuses PyTorch's own functions, which come first in its
     graphs unless the kernels are to be taken ``compiled``; exported programs hold nothing else.
     """
-    if not _library.proven_gpu() or torch.compiler.is_exporting():
+    if not proven_gpu() or torch.compiler.is_exporting():
         return ("aten", "reference")
     first = fastest if compiled or not torch.compiler.is_compiling() else ()
     return tuple(dict.fromkeys((*first, "aten", "triton", "reference")))

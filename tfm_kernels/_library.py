@@ -134,18 +134,6 @@ def triton_interprets() -> bool:
 triton_interprets._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def proven_gpu() -> bool:
-    """Whether the current GPU is of the kind that has proven the kernels (an H200): of compute capability 9."""
-    global _proven
-    if _proven is None:
-        _proven = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return _proven
-
-
-_proven: bool | None = None
-proven_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _why_missing(name: str, backend: str) -> str | None:
     if backend == "triton":
         return None if find_spec("triton") is not None else "triton is not installed: pip install triton"

@@ -5,7 +5,7 @@ Owns:    one program = block_m rows, walked twice in pieces of block_k: for thei
 Traffic: reads x, the second time mostly from L2; writes the integers, a byte each, and a step for each row.
 Limits:  float16, bfloat16, float32; at most 131,072 columns. All of it in float32, every operation rounded correctly:
          the integers are those of every backend.
-Config:  pick_config() below; not yet measured on a GPU.
+Config:  pick_config() below; timed on an H200.
 Source:  own work.
 """
 

@@ -6,7 +6,7 @@ Traffic: reads x and writes y once; the factors of a position come once from L2 
          16 bytes a load and store where everything is aligned.
 Limits:  B, H T and D below 2**30; float16, bfloat16, float32, factors of x's type or float32; computed in float32,
          products and sums rounded each. No float64. Any strides, nothing is copied.
-Config:  pick_config() below; not yet measured on a GPU.
+Config:  pick_config() below; timed on an H200.
 Source:  own work.
 """
 

@@ -3,7 +3,7 @@
 Owns:    one program = block_n columns of one of ``chunks`` runs of rows; more than one run: a second launch adds them.
 Traffic: reads the matrix once.
 Limits:  float16, bfloat16, float32, sums float32. No atomics.
-Config:  pick_config() below; not yet measured on a GPU.
+Config:  pick_config() below; timed on an H200.
 Source:  own work.
 """
 

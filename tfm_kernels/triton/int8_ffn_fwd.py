@@ -8,7 +8,7 @@ Owns:    four launches. Rows of x are rounded (_int8.py). The product with w1, a
 Traffic: reads x and the weights, mostly from L2; writes the hidden activation once, 4 bytes an element, and reads it
          once, and writes and reads its integers, a byte each; writes y. 4 M E F operations, 6 gated, in int32, exactly.
 Limits:  float16, bfloat16, float32; E and F at most 131,072. No float64, no atomics.
-Config:  pick_config() below and of _int8.py and _int8_gemm.py; not yet measured on a GPU.
+Config:  pick_config() below and of _int8.py and _int8_gemm.py; timed on an H200.
 Source:  own work.
 """
 

@@ -4,7 +4,7 @@ Owns:    the product of _int8_gemm.py, whose second factor are the rows of x. Dy
          (_int8.py), and the product is one of integers.
 Traffic: as there, and dynamic x once more, its integers written and read.
 Limits:  float16, bfloat16, float32; dynamic at most 131,072 columns. No float64.
-Config:  pick_config() of both; not yet measured on a GPU.
+Config:  pick_config() of both; timed on an H200.
 Source:  own work.
 """
 

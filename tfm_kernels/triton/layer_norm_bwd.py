@@ -8,7 +8,7 @@ Traffic: reads dy, z (and dz), writes dx (and dresidual, which differs from dx o
          programs*N float32 twice for each of dweight and dbias.
 Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; sums float32. No float64, no atomics. Products
          and sums are fused.
-Config:  pick_config() below; not yet measured on a GPU.
+Config:  pick_config() below; timed on an H200.
 Source:  own work.
 """
 
