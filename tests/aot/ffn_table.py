@@ -26,6 +26,7 @@ OPTIONAL = {
     ffn_fwd.ffn_fwd_kernel: ("b1_ptr", "preact_ptr", "seed_ptr", "rows_ptr"),
     ffn_bwd.ffn_bwd_kernel: ("hidden_ptr", "db1_ptr", "seed_ptr", "rows_ptr"),
 }
+ACTIVATIONS = ((GELU, "gelu"), (RELU, "relu"), (GELU_TANH, "gelu_tanh"), (SILU, "silu"))
 GATED = ("gate_ptr", "g_ptr", "dg_ptr")
 # of arguments that are neither int64 nor a pointer to the storage type
 OTHERS = {
@@ -82,23 +83,27 @@ def label(arch, what, config, kind, aligned):
 
 
 def _first(arch, kind, aligned, gated):
-    """The first launches of both directions, whose ends hold activation, gate and dropout; with all options or none."""
+    """The first launches of both directions, whose ends hold activation, gate and dropout.
+
+    Each with all options and with none; the backward's own launches without gate and dropout with all but these.
+    """
     found = {}
-    kernels = {
-        ffn_fwd.ffn_fwd_kernel: ffn_fwd.candidates(kind, gated, aligned, arch // 10),
-        ffn_bwd.ffn_bwd_kernel: ffn_bwd.candidates(kind, aligned, arch // 10),
-    }
-    for kernel, configs in kernels.items():
+    forward = ffn_fwd.candidates(kind, gated, aligned, arch // 10)
+    any_backward = ffn_bwd.candidates(kind, False, aligned, arch // 10)
+    plain_backward = [c for c in ffn_bwd.candidates(kind, True, aligned, arch // 10) if c not in any_backward]
+    launches = [(ffn_fwd.ffn_fwd_kernel, c, "full", ()) for c in forward]
+    launches += [(ffn_bwd.ffn_bwd_kernel, c, "full", ()) for c in any_backward]
+    if not gated:
+        launches += [(ffn_bwd.ffn_bwd_kernel, c, "undropped", ("seed_ptr", "rows_ptr")) for c in plain_backward]
+    every = ACTIVATIONS if arch == 90 and kind == "half" and aligned else ACTIVATIONS[:1]
+    for kernel, config, features, absent in launches:
         stem = kernel.__name__.removesuffix("_kernel")
-        for config in configs:
-            variants = [(GELU, "gelu full", ()), (GELU, "gelu plain", OPTIONAL[kernel])]
-            if arch == 90 and kind == "half" and aligned:
-                variants += [(RELU, "relu full", ()), (GELU_TANH, "gelu_tanh full", ()), (SILU, "silu full", ())]
-            for activation, features, absent in variants:
-                absent = (*absent, *(() if gated else GATED))
-                name = label(arch, f"{stem} {features}{' gated' * gated}", config, kind, aligned)
-                types = argument_types(kernel, KINDS[kind], absent)
-                found[name] = entry(kernel, types, config, arch, kind, aligned, ACTIVATION=activation.value)
+        variants = [(activation, f"{word} {features}", absent) for activation, word in every]
+        for activation, what, absent in [*variants, (GELU, "gelu plain", OPTIONAL[kernel])]:
+            absent = (*absent, *(() if gated else GATED))
+            name = label(arch, f"{stem} {what}{' gated' * gated}", config, kind, aligned)
+            types = argument_types(kernel, KINDS[kind], absent)
+            found[name] = entry(kernel, types, config, arch, kind, aligned, ACTIVATION=activation.value)
     return found
 
 

@@ -25,7 +25,8 @@ def test_launches():
                         _gemm.pick_split(M, N, K, kind, aligned, capability),
                         ffn_fwd.pick_config(M, N, kind, False, aligned, capability),
                         ffn_fwd.pick_config(M, N, kind, True, aligned, capability),
-                        ffn_bwd.pick_config(M, N, kind, aligned, capability),
+                        ffn_bwd.pick_config(M, N, kind, False, aligned, capability),
+                        ffn_bwd.pick_config(M, N, kind, True, aligned, capability),
                     ):
                         assert 1 <= config.programs <= _gemm.tiles(M, N, config) * config.splits
                         assert config.programs <= 2 * 148 and config.num_warps in (4, 8)
@@ -35,12 +36,14 @@ def test_launches():
 def test_launches_of_an_h200():
     """8192 rows of a block of 1024 and 4096."""
     at = {"kind": "half", "aligned": True, "capability": (9, 0)}
-    assert ffn_fwd.pick_config(8192, 4096, gated=False, **at) == Config(128, 128, 64, 8, 3, 264, 128)
-    assert ffn_fwd.pick_config(8192, 4096, gated=True, **at) == Config(128, 64, 64, 8, 3, 264, 128)
+    assert ffn_fwd.pick_config(8192, 4096, gated=False, **at) == Config(128, 128, 64, 4, 3, 264)
+    assert ffn_fwd.pick_config(8192, 4096, gated=True, **at) == Config(128, 64, 64, 4, 3, 264)
     assert _gemm.pick_config(8192, 1024, **at) == Config(128, 256, 64, 8, 3, 132)
-    assert ffn_bwd.pick_config(8192, 4096, **at) == Config(64, 128, 64, 4, 3, 264)
-    assert _gemm.pick_split(4096, 1024, 8192, **at) == Config(128, 128, 64, 8, 3, 256, 128)
-    assert _gemm.pick_split(2048, 512, 8192, **at) == Config(128, 128, 64, 8, 3, 256, 128, splits=4)
+    assert ffn_bwd.pick_config(8192, 4096, plain=True, **at) == Config(128, 128, 64, 4, 3, 264)
+    assert ffn_bwd.pick_config(8192, 4096, plain=False, **at) == Config(64, 128, 64, 4, 3, 264)
+    assert _gemm.pick_split(4096, 1024, 8192, **at) == Config(128, 256, 64, 8, 3, 128)  # 128 tiles for 132 are enough
+    assert _gemm.pick_config(1792, 2048, **at) == Config(128, 128, 64, 4, 3, 224)  # 112 of 128 x 256 are not
+    assert _gemm.pick_split(2048, 512, 8192, **at) == Config(128, 128, 64, 4, 3, 256, splits=4)
 
 
 def test_sums():
@@ -84,7 +87,7 @@ def test_the_cases_of_bench_gpu_reach_every_launch():
             ("rows", _gemm.pick_config(M, Eo, **at)),
             ("weights", _gemm.pick_split(F, E, M, **at)),
             ("fwd", ffn_fwd.pick_config(M, F, gated=size["gate"], **at)),
-            ("bwd", ffn_bwd.pick_config(M, F, **at)),
+            ("bwd", ffn_bwd.pick_config(M, F, plain=not size["gate"] and size["dropout_p"] == 0.0, **at)),
         }
         reached |= {(what, kind, c.block_m, c.block_n, c.splits > 1, at["aligned"]) for what, c in launches}
     for kind in ("half", "ieee"):
@@ -92,7 +95,7 @@ def test_the_cases_of_bench_gpu_reach_every_launch():
             tiles = lambda found: {(c.block_m, c.block_n) for c in found}
             gemm = tiles(_gemm.candidates(kind, aligned, 9))
             fwd = {t for gated in (False, True) for t in tiles(ffn_fwd.candidates(kind, gated, aligned, 9))}
-            bwd = tiles(ffn_bwd.candidates(kind, aligned, 9))
+            bwd = {t for plain in (False, True) for t in tiles(ffn_bwd.candidates(kind, plain, aligned, 9))}
             every |= {("rows", kind, *t, False, aligned) for t in gemm} | {
                 ("fwd", kind, *t, False, aligned) for t in fwd
             }
@@ -110,7 +113,7 @@ def test_a_timed_case_is_proven_with_its_own_launches():
             launches = (
                 _gemm.pick_config(rows, case.width, **at), _gemm.pick_split(case.hidden, case.width, rows, **at),
                 ffn_fwd.pick_config(rows, case.hidden, gated=case.gated, **at),
-                ffn_bwd.pick_config(rows, case.hidden, **at),
+                ffn_bwd.pick_config(rows, case.hidden, plain=not case.gated and case.dropout_p == 0.0, **at),
             )  # fmt: skip
             tiles.append([(c.block_m, c.block_n, c.num_warps, c.splits > 1) for c in launches])
         assert tiles[0] == tiles[1], case.label

@@ -28,7 +28,7 @@ def candidates(kind: str, aligned: bool, major: int) -> tuple[Config, ...]:
     if kind == "ieee":  # no tensor cores: every thread multiplies, from registers; left alone, the compiler spills
         if not aligned:
             return (Config(32, 32, 16, 4, 2, 2, 255),)
-        return Config(64, 128, 16, 8, 3, 1), Config(64, 64, 16, 4, 3, 2, 255)
+        return Config(64, 128, 16, 8, 3, 1), Config(64, 64, 16, 8, 3, 1, 255)
     block_k = 64 if kind == "half" and major in (9, 10) else 32  # others have half of their shared memory
     if not aligned:  # read element by element
         return (Config(64, 64, block_k, 8, 2, 1),)

@@ -4,7 +4,7 @@ Owns:    the first launch, persistent programs: each takes every programs-th til
          g beside it) in registers and ends with bias, activation, gate, dropout. The second is the product with w2.
 Traffic: reads x and the weights, mostly from L2; writes h (and preact), reads h, writes y. 4 M E F FLOPs, 6 gated.
 Limits:  float16, bfloat16, float32, sums float32; h is rounded once to the storage type. No float64, no atomics.
-Config:  pick_config() below and of _gemm.py; not yet measured on a GPU.
+Config:  pick_config() below and of _gemm.py; 16-bit launches are measured on an H200, float32 and other GPUs not yet.
 Source:  own work.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import _gemm, _launch
 from ._activation import activate, call_shape
-from ._gemm import PART, Config, columns, gemm, load_factor, pick, place, product
+from ._gemm import PART, Config, add_product, columns, gemm, load_factor, pick, place, product
 from ._tile import keep_tile, load_columns, load_row_numbers, store_strided
 
 # How often ffn_fwd_kernel is compiled at most for one combination of storage type, precision, activation and optional
@@ -33,18 +33,22 @@ def candidates(kind: str, gated: bool, aligned: bool, major: int) -> tuple[Confi
 
     The end of a tile is arithmetic, random numbers above all, so that two programs share a multiprocessor: one
     multiplies while the other ends. With a gate a tile is half as wide, for it has two sums.
+
+    On an H200 the whole forward of 8192 rows of 1024 and 4096 in bfloat16 takes 269 us with 4 warps, 326 with dropout
+    and 394 gated (silu), against 287, 332 and 399 with 8 warps that share the registers.
     """
     wide = 64 if gated else 128
     if kind == "ieee":  # no tensor cores: every thread multiplies, from registers
-        stages = 3 if major in (9, 10) else 2  # 3 spill on sm_80
-        aligned_tiles = Config(128, wide, 16, 8, stages, 1), Config(64, wide // 2, 16, 4, stages, 2)
-        return aligned_tiles if aligned else (Config(32, 32, 16, 4, 2, 2),)
+        if not aligned:  # left alone, the compiler spills for the gate
+            return (Config(32, 32, 16, 4, 2, 2, 168 if gated else None),)
+        stages = 3 if major in (9, 10) and not gated else 2  # 3 spill on sm_80, with a gate, and in the small tile
+        return Config(128, wide, 16, 8, stages, 1), Config(64, wide // 2, 16, 4, 2, 2)
     block_k = 64 if kind == "half" and major in (9, 10) else 32  # others have half of their shared memory
     if not aligned:  # read element by element
         return (Config(64, wide // 2, block_k, 8, 2, 1),)
     large = Config(128, wide, block_k, 8, 3, 1)
     if kind == "half" and major == 9:
-        large = replace(large, programs=2, max_registers=128)
+        large = replace(large, num_warps=4, programs=2)
     return large, Config(64, wide // 2, block_k, 4, 3, 2)
 
 
@@ -73,8 +77,8 @@ def gated_products(
         x = load_factor(x_ptr + k, offs_m, M, left, x_stride_m, BLOCK_K, True, ALIGNED)
         w1 = load_factor(w1_ptr + k, offs_f, F, left, w1_stride_f, BLOCK_K, True, ALIGNED)
         gate = load_factor(gate_ptr + k, offs_f, F, left, gate_stride_f, BLOCK_K, True, ALIGNED)
-        p = tl.dot(x, tl.trans(w1), p, input_precision=PRECISION)
-        g = tl.dot(x, tl.trans(gate), g, input_precision=PRECISION)
+        p = add_product(p, x, tl.trans(w1), PRECISION)
+        g = add_product(g, x, tl.trans(gate), PRECISION)
     return p, g
 
 
