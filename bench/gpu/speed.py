@@ -19,7 +19,7 @@ from .part import GREEN, RED, UNAVAILABLE, Item, NotYetError, Room
 from .subject import GpuSubject
 
 # one sample is about a millisecond, most of it flush and lead
-PLAN = timing.Plan(seconds=0.5, least=15, most=100)
+PLAN = timing.Plan(seconds=0.3, least=15, most=100)
 PROOFS = ("contract", "repeats", "memory", "sanitizers")
 CALLS = 200  # for the host's cost of a call
 
