@@ -36,7 +36,13 @@ __device__ inline void add_dots(float (&dots)[kM][kN][4], const T* a, const T* b
     Left<T> left[kM];
 #pragma unroll
     for (int m = 0; m < kM; ++m) load_left<Lie::along_k>(left[m], a, kStride, m * 16, k);
-    multiply_add<Lie::along_k>(dots, left, b, kStride, 0, k);
+    if constexpr (sizeof(T) == 2) {
+      multiply_add<Lie::along_k>(dots, left, b, kStride, 0, k);
+    } else {  // as add_piece() does, which takes more registers for so few sums
+      float piece[kM][kN][4] = {};
+      multiply_add<Lie::along_k>(piece, left, b, kStride, 0, k);
+      add_sums(dots, piece);
+    }
   }
 }
 
@@ -59,11 +65,11 @@ __device__ inline void add_weighted(float (&sums)[kM][kOut][4], const float (&we
   };
   if ((chosen & kEvery) == kEvery && d > width - 16)
     each_step([&](const Left<T>(&left)[kM], int k) {
-      multiply_add<Lie::turned>(sums, left, tile, kStride, 0, k);
+      add_piece<Lie::turned>(sums, left, tile, kStride, 0, k);
     });
   else
     each_step([&](const Left<T>(&left)[kM], int k) {
-      multiply_add<Lie::turned>(sums, left, tile, kStride, 0, k, d, ChosenRows{chosen});
+      add_piece<Lie::turned>(sums, left, tile, kStride, 0, k, d, ChosenRows{chosen});
     });
 }
 

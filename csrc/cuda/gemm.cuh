@@ -151,6 +151,13 @@ __device__ inline void product(Sums<Tiles>& sums, int steps, bool busy, const Co
   };
 #pragma unroll
   for (int step = 0; step < Tiles::kStages - 1; ++step) begin(step);
+  // float32 is summed in pieces that start from zero: an error grows with the square root of how
+  // many numbers follow one another, here 64 products and k / 64 pieces
+  constexpr bool kPieces = sizeof(T) == 4;
+  constexpr int kPiece = 64 / Tiles::kDeep;  // stages
+  Sums<Tiles> piece;
+  Sums<Tiles>& running = kPieces ? piece : sums;
+  if constexpr (kPieces) clear<Tiles>(piece);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     copy_wait<Tiles::kStages - 2>();
@@ -165,7 +172,12 @@ __device__ inline void product(Sums<Tiles>& sums, int steps, bool busy, const Co
 #pragma unroll
       for (int m = 0; m < Tiles::kM; ++m)
         load_left<Tiles::kLeft>(a[m], left, Tiles::kLeftStride, Tiles::warp_row() + 16 * m, k);
-      multiply_add<Tiles::kRight>(sums, a, right, Tiles::kRightStride, Tiles::warp_column(), k);
+      multiply_add<Tiles::kRight>(running, a, right, Tiles::kRightStride, Tiles::warp_column(), k);
+    }
+    if constexpr (kPieces) {
+      if (step % kPiece != kPiece - 1 && step != steps - 1) continue;
+      add_sums(sums, piece);
+      clear<Tiles>(piece);
     }
   }
   copy_wait<0>();

@@ -3,7 +3,7 @@
 // A warp owns sums of kM x kN fragments, 16 kM rows and 8 kN columns, in float32 registers. The
 // left factor comes from shared memory or from such sums (as softmax's weights do), the right one
 // from shared memory. 16-bit types multiply in tensor cores; float32 in fused multiply-adds of the
-// same fragments, each sum in order of k. All lanes of a warp call together.
+// same fragments, each sum in order of k, or in pieces: add_piece(). All lanes call together.
 #pragma once
 #include "mma.cuh"
 #include "pack.cuh"
@@ -131,49 +131,94 @@ __device__ inline void multiply_add(float (&c)[kM][kN][4], const Left<T> (&a)[kM
   }
 }
 
+// Columns `four` to four + 3 of a left factor's rows g and g + 8, which four lanes share.
+template <int kM>
+__device__ inline void spread(float (&left)[kM][2][4], const Left<float> (&a)[kM], int four) {
+  const int lane = lane_of_warp();
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        left[m][half][i] = __shfl_sync(0xffffffffu, a[m].values[half][four / 8 * 2 + i % 2],
+                                       lane / 4 * 4 + four % 8 / 2 + i / 2);
+}
+
+// c[.][n] += left b for columns `column` to column + 7 and k to k + 3 of the right tile.
+template <Lie lie, int kM, int kN, typename Rows>
+__device__ inline void multiply_four(float (&c)[kM][kN][4], int n, const float (&left)[kM][2][4],
+                                     const float* tile, int stride, int column, int k, Rows rows) {
+  const int mine = column + lane_column();
+  float right[2][4];  // columns 2 t and 2 t + 1
+  if constexpr (lie == Lie::along_k) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float4 word = *reinterpret_cast<const float4*>(tile + (mine + j) * stride + k);
+      right[j][0] = word.x, right[j][1] = word.y, right[j][2] = word.z, right[j][3] = word.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 word = *reinterpret_cast<const float2*>(tile + (k + i) * stride + mine);
+      right[0][i] = rows.mend(word.x, k + i);
+      right[1][i] = rows.mend(word.y, k + i);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) c[m][n][e] = fmaf(left[m][e / 2][i], right[e % 2][i], c[m][n][e]);
+}
+
 template <Lie lie, int kM, int kN, typename Rows = AllRows>
 __device__ inline void multiply_add(float (&c)[kM][kN][4], const Left<float> (&a)[kM],
                                     const float* tile, int stride, int column, int k,
                                     int count = 8 * kN, Rows rows = {}) {
-  const int lane = lane_of_warp(), mine = column + lane_column();
 #pragma unroll
   for (int four = 0; four < kStep; four += 4) {
-    float left[kM][2][4];  // rows g and g + 8, k + four + 0..3: of the lanes of this row
+    float left[kM][2][4];
+    spread(left, a, four);
 #pragma unroll
-    for (int m = 0; m < kM; ++m)
+    for (int n = 0; n < kN; ++n)
+      if (n * 8 < count)
+        multiply_four<lie>(c, n, left, tile, stride, column + n * 8, k + four, rows);
+  }
+}
+
+// c += piece.
+template <int kM, int kN>
+__device__ inline void add_sums(float (&c)[kM][kN][4], const float (&piece)[kM][kN][4]) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+  for (int i = 0; i < 4 * kM * kN; ++i)
+    c[i / 4 / kN][i / 4 % kN][i % 4] += piece[i / 4 / kN][i / 4 % kN][i % 4];
+}
+
+// multiply_add(), but what these 16 of k come to is summed from zero before it is added to c: of
+// sums of n products, float32 then loses as a chain of 16 and one of n / 16 do, not as one of n.
+// Tensor cores sum as they do.
+template <Lie lie, typename T, int kM, int kN, typename Rows = AllRows>
+__device__ inline void add_piece(float (&c)[kM][kN][4], const Left<T> (&a)[kM], const T* tile,
+                                 int stride, int column, int k, int count = 8 * kN,
+                                 Rows rows = {}) {
+  if constexpr (sizeof(T) == 2) {
+    multiply_add<lie>(c, a, tile, stride, column, k, count, rows);
+  } else {
+    float left[kStep / 4][kM][2][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          left[m][half][i] = __shfl_sync(0xffffffffu, a[m].values[half][four / 8 * 2 + i % 2],
-                                         lane / 4 * 4 + four % 8 / 2 + i / 2);
+    for (int i = 0; i < kStep / 4; ++i) spread(left[i], a, 4 * i);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       if (n * 8 >= count) continue;
-      float right[2][4];  // columns 2 t and 2 t + 1
-      if constexpr (lie == Lie::along_k) {
+      if (n % 4 == 0) __syncwarp();  // else loads come so early that registers spill
+      float piece[kM][1][4] = {};
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float* from = tile + (mine + n * 8 + j) * stride + k + four;
-          const float4 word = *reinterpret_cast<const float4*>(from);
-          right[j][0] = word.x, right[j][1] = word.y, right[j][2] = word.z, right[j][3] = word.w;
-        }
-      } else {
+      for (int i = 0; i < kStep / 4; ++i)
+        multiply_four<lie>(piece, 0, left[i], tile, stride, column + n * 8, k + 4 * i, rows);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* from = tile + (k + four + i) * stride + mine + n * 8;
-          const float2 word = *reinterpret_cast<const float2*>(from);
-          right[0][i] = rows.mend(word.x, k + four + i);
-          right[1][i] = rows.mend(word.y, k + four + i);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            c[m][n][e] = fmaf(left[m][e / 2][i], right[e % 2][i], c[m][n][e]);
+      for (int j = 0; j < 4 * kM; ++j) c[j / 4][n][j % 4] += piece[j / 4][0][j % 4];
     }
   }
 }

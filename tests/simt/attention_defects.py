@@ -26,6 +26,12 @@ DEFECTS = {
     "sums_of_swapped_rows_as_a_factor": _planted("tile.cuh", "a.words[1] = packed<T>(first[2], first[3]);", ""
                                                  "a.words[1] = packed<T>(first[0], first[1]);"),
     "lane_of_another_row_in_float32": _planted("tile.cuh", "lane / 4 * 4 + four % 8 / 2", "four % 8 / 2"),
+    "piece_of_a_score_replaces_the_others": _planted(
+        "tile.cuh", "c[i / 4 / kN][i / 4 % kN][i % 4] += piece", "c[i / 4 / kN][i / 4 % kN][i % 4] = piece"
+    ),
+    "piece_of_a_sum_over_keys_replaces_the_others": _planted(
+        "tile.cuh", "c[j / 4][n][j % 4] += piece", "c[j / 4][n][j % 4] = piece"
+    ),
     "fragment_of_the_last_columns_lost": _planted(
         "tile.cuh", "if (n * 8 >= count) continue;\n    uint32_t", "if (n && n * 8 + 16 >= count) continue;\n    uint"
         "32_t",

@@ -22,6 +22,8 @@ DEFECTS = {
     "stage_written_over_while_it_is_read": _ffn(COPIES, "begin(step + Tiles::kStages - 1)", "begin(step + 3)"),
     "sums_laid_down_on_stages_in_use": _ffn(COPIES, "copy_wait<0>();\n  __syncthreads();", "copy_wait<0>();"),
     "last_stage_lost": _ffn(COPIES, "step < steps; ++step)", "step < steps - 1; ++step)"),
+    "last_piece_of_a_sum_lost": _ffn(COPIES, " && step != steps - 1) continue;", ") continue;"),
+    "piece_of_a_sum_counted_twice": _ffn(COPIES, "      clear<Tiles>(piece);\n    }\n", "    }\n"),
     "reads_whole_packs_at_the_end_of_a_row": _ffn(COPIES, "count < kLanes<T> ? count :", "count < 0 ? count :"),
     "reads_one_row_too_many": _ffn(COPIES, "return l < count ? data", "return l <= count ? data"),
     "reads_one_k_too_many": _ffn(COPIES, "return l < deep ? data", "return l <= deep ? data"),

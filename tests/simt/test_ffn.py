@@ -7,6 +7,7 @@ import tfm_kernels as tfk
 from tests.cases import report_case
 from tests.ffn_semantics import *  # noqa: F403  (the tests that every backend has)
 from tests.ffn_semantics import DTYPES, FFN, block, every_level, randn
+from tests.float64_errors import frobenius_errors
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.testing.contract import run
 
@@ -72,3 +73,10 @@ def test_float64_is_refused_in_words():
     with pytest.raises(tfk.BackendError, match="has no float64 kernels"):
         tfk.ops.ffn(x.double(), w1.double(), None, w2.double(), None, backend="cuda")
     assert "-> cuda" not in tfk.explain("ffn", x, w1, None, w2, None)
+
+
+@pytest.mark.parametrize("sizes", [(16, 2048, 64, 48), (16, 64, 2048, 48), (2048, 32, 64, 48)], ids=str)
+def test_long_float32_sums_are_made_of_pieces(sizes):
+    """One chain of 2048 products loses 7e-7; rows, which are also cut in parts, 4e-7."""
+    errors = frobenius_errors("ffn", block(*sizes), "cuda")
+    assert max(errors.values()) < 3.2e-7, errors
