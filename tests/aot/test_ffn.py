@@ -45,7 +45,7 @@ test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests
 
 def test_a_stack_in_a_loop_is_seen():
     """Too few registers for the products."""
-    entry = ENTRIES["sm_90 gemm x w^T 64x64x16 4 warps 3 stages ieee"]
+    entry = ENTRIES["sm_90 gemm x w^T 64x64x16 4 warps 2 stages ieee"]
     found = ffn_table.measure({**entry, "launch": {**entry["launch"], "max_registers": 64}})
     assert found["stack"] > 128 and found["stack in loops"] > 0
 

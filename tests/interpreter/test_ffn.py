@@ -71,6 +71,13 @@ def test_largest_tiles_and_few_programs(dtype, gated, launches, monkeypatch):
     }  # fmt: skip
 
 
+def test_largest_tile_without_gate_and_dropout(launches, monkeypatch):
+    """The backward has one of its own."""
+    monkeypatch.setattr(_launch, "MULTIPROCESSORS", {9: 1})
+    assert_contract("ffn", block(200, 40, 320, 72, torch.bfloat16) | {"dropout_p": 0.0}, "triton")
+    assert ("ffn_bwd", 128, 128, False) in launches
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cut_sums(dtype, launches, monkeypatch):
     """Weights' gradients over more rows than one part holds, the last one shorter."""

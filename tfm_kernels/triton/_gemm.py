@@ -71,8 +71,9 @@ def precision(dtype: torch.dtype) -> str:
 def candidates(kind: str, aligned: bool, major: int) -> tuple[Config, ...]:
     """From the largest tile to the smallest; ``programs`` is the number planned on one multiprocessor.
 
-    On an H200, 128 x 128 in bfloat16 takes 4 warps 97 to 151 us where 8 take 123 to 170 (8192 x 4096 x 1024, 8192 x
-    1024 x 4096 and a weight's gradient of 8192 rows); 128 x 256 is faster by a fifth where it fills the GPU.
+    On an H200, 128 x 128 in bfloat16 takes two programs of 4 warps 97 to 151 us where one of 8 takes 123 to 170 (8192 x
+    4096 x 1024, 8192 x 1024 x 4096, a weight's gradient over 8192 rows); 128 x 256 takes a fifth less where it has
+    work for all.
     """
     if kind == "ieee":  # no tensor cores: every thread multiplies, from registers, and holds a sum and a part of it
         if not aligned:
@@ -98,7 +99,7 @@ def tiles(M: int, N: int, config: Config) -> int:
 def fills(M: int, N: int, config: Config, multiprocessors: int) -> bool:
     """Whether tiles give work to nearly every multiprocessor.
 
-    On an H200 128 tiles of 128 x 256 for its 132 take 98 us, twice as many of 128 x 128 no less.
+    On an H200, 128 tiles of 128 x 256 for its 132 take 98 us, as long as twice as many of 128 x 128.
     """
     return 8 * tiles(M, N, config) >= 7 * multiprocessors
 
