@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfm_kernels as tfk
-from tfm_kernels import Mask, _backend
+from tfm_kernels import Mask, _backend, _library
 from tfm_kernels._backend import OPS
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -22,69 +22,91 @@ def new(*shape, dtype=BF16, train=False):
     return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=train)
 
 
-def norm(features, train=False):
-    return "layer_norm", (new(64, features, train=train),), {}
+def norm(rows, features, train=False, name="layer_norm"):
+    return name, (new(rows, features, train=train),), {}
 
 
-def block(dropout_p=0.0, dtype=BF16):
-    x, w1, w2 = (new(*shape, dtype=dtype) for shape in ((64, 128), (256, 128), (128, 256)))
+def dropped(rows, features):
+    x = new(rows, features)
+    return "add_layer_norm", (x, x), {"dropout_p": 0.1}
+
+
+def block(dropout_p=0.0, dtype=BF16, rows=8192):
+    x, w1, w2 = (new(*shape, dtype=dtype) for shape in ((rows, 1024), (4096, 1024), (1024, 4096)))
     return "ffn", (x, w1, None, w2, None), {"dropout_p": dropout_p}
 
 
-def loss(rows=1024, width=512, train=False, dtype=BF16):
-    target = torch.empty(rows, dtype=torch.int64, device="cuda")
-    return (
-        "linear_cross_entropy",
-        (new(rows, width, dtype=dtype, train=train), new(999, width, dtype=dtype), target),
-        {},
-    )
+def loss(rows=8192, width=512, train=False, dtype=BF16, classes=30000):
+    x, weight = new(rows, width, dtype=dtype, train=train), new(classes, width, dtype=dtype)
+    return "linear_cross_entropy", (x, weight, torch.empty(rows, dtype=torch.int64, device="cuda")), {}
 
 
-def heads(dtype=BF16, **more):
-    q = new(2, 4, 100, 64, dtype=dtype)
+def heads(dtype=BF16, batch=64, **more):
+    q = new(batch, 4, 1024, 64, dtype=dtype)
     return "attention", (q, q, q), more
 
 
+def lengths(batch=64):
+    return Mask.lengths(torch.empty(batch, dtype=torch.int64, device="cuda"))
+
+
 def packed():
-    q, ends = new(100, 4, 64), torch.empty(3, dtype=torch.int64, device="cuda")
-    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 60)
+    q, ends = new(10**5, 4, 64), torch.empty(65, dtype=torch.int64, device="cuda")
+    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 2048)
     return "attention_varlen", (q, q, q), {"cu_seqlens_q": ends, "cu_seqlens_k": ends, **longest}
 
 
+def turned(length):
+    return "rotary", (new(1, 32, length, 128), new(length, 64), new(length, 64)), {}
+
+
+def rounded(rows, out, dynamic=False, dtype=BF16):
+    weight = torch.empty(out, 4096, dtype=torch.int8, device="cuda")
+    return "int8_linear", (new(rows, 4096, dtype=dtype), weight, new(out, dtype=F32)), {"dynamic": dynamic}
+
+
 CALLS = {
-    "short rows": (lambda: norm(1024, train=True), "triton"),
-    "long rows": (lambda: norm(16384), "triton"),
-    "long rows in training": (lambda: norm(16384, train=True), "aten"),
+    "many rows": (lambda: norm(16384, 4096, train=True), "triton"),
+    "few rows": (lambda: norm(8192, 1024, train=True), "cuda"),
+    "few rows of RMSNorm": (lambda: norm(8192, 1024, name="rms_norm"), "aten"),
+    "few long rows": (lambda: norm(64, 4096), "aten"),
+    "few rows with dropout": (lambda: dropped(64, 4096), "cuda"),
+    "long rows": (lambda: norm(1024, 65536), "triton"),
+    "long rows in training": (lambda: norm(1024, 65536, train=True), "aten"),
     "a block": (block, "aten"),
     "a block with dropout": (lambda: block(0.1), "triton"),
+    "a small block with dropout": (lambda: block(0.1, rows=64), "cuda"),
     "a block of float32 with dropout": (lambda: block(0.1, F32), "aten"),
     "a loss": (lambda: loss(train=True), "triton"),
     "a loss of few rows": (lambda: loss(16), "aten"),
+    "a loss of few classes": (lambda: loss(classes=100), "aten"),
     "a loss of wide rows": (lambda: loss(width=4096), "triton"),
     "a loss of wide rows in training": (lambda: loss(width=4096, train=True), "aten"),
     "a loss of float32": (lambda: loss(dtype=F32), "aten"),
     "attention": (heads, "aten"),
     "causal attention": (lambda: heads(mask=Mask.causal()), "aten"),
     "a window": (lambda: heads(mask=Mask.window(8, 8)), "triton"),
-    "padding": (lambda: heads(mask=Mask.lengths(torch.empty(2, dtype=torch.int64, device="cuda"))), "triton"),
-    "a bias": (lambda: heads(bias=new(1, 4, 100, 100)), "triton"),
+    "a small window": (lambda: heads(batch=1, mask=Mask.window(8, 8)), "cuda"),
+    "padding": (lambda: heads(mask=lengths()), "triton"),
+    "a bias": (lambda: heads(bias=new(1, 4, 1024, 1024)), "triton"),
     "dropout": (lambda: heads(dropout_p=0.1), "triton"),
     "the statistics": (lambda: heads(return_lse=True), "triton"),
-    "padding of float32": (
-        lambda: heads(F32, mask=Mask.lengths(torch.empty(2, dtype=torch.int64, device="cuda"))), "aten"
-    ),
+    "padding of float32": (lambda: heads(F32, mask=lengths()), "aten"),
     "packed sequences": (packed, "triton"),
-    "rotary": (lambda: ("rotary", (new(1, 2, 8, 64), new(8, 32), new(8, 32)), {}), "triton"),
-}  # fmt: skip
+    "rotary": (lambda: turned(8192), "triton"),
+    "rotary of a token": (lambda: turned(1), "aten"),
+    "8 bits": (lambda: rounded(16, 11008), "triton"),
+    "few 8 bits": (lambda: rounded(1, 1024), "aten"),
+    "many rows of 8 bits": (lambda: rounded(2048, 4096, dynamic=True), "triton"),
+    "8 bits beside float32": (lambda: rounded(16, 11008, dtype=F32), "aten"),
+}
 
 
 def order(name):
     op, args, kwargs = CALLS[name][0]()
     call = OPS[op].describe(*args, **kwargs)
-    return [backend for backend in OPS[op].prefer(call) if OPS[op].support[backend](call) in (None, MISSING)]
-
-
-MISSING = "triton is not installed: pip install triton"  # which is not what these tests are about
+    absent = {None, *_library.kernels().values()}  # a kernel that is not built here is not what these tests are about
+    return [backend for backend in OPS[op].prefer(call) if OPS[op].support[backend](call) in absent]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -109,7 +131,7 @@ def test_float32_that_aten_cannot(gpu):
 def test_compiled_graphs_fuse_pytorchs_own_functions(monkeypatch, gpu):
     gpu()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert order("short rows")[0] == "aten" and order("a window")[0] == "triton" and order("dropout")[0] == "triton"
+    assert order("many rows")[0] == "aten" and order("a window")[0] == "triton" and order("dropout")[0] == "triton"
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
     assert "triton" not in order("a window")
 
@@ -123,4 +145,4 @@ def test_what_is_proven_is_explained(gpu):
     gpu()
     q = new(1, 2, 4, 8)
     words = tfk.explain("attention", q, q, q, dropout_p=0.1)
-    assert "can: proven on an H200" in words or MISSING in words
+    assert "can: proven on an H200" in words or "cannot: triton is not installed" in words

@@ -141,8 +141,9 @@ def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's
 def _gpu_order(call: AttentionCall) -> tuple[str, ...]:
     """On an H200 PyTorch's best, cuDNN's, is faster where it needs no matrix of who sees whom: 0.5 to 0.9 of the time.
 
-    Where aten has to make one, or calls it segment by segment, Triton's kernels take 0.1 to 0.9 of its time in 16 bits;
-    those of float32 multiply without matrix units, csrc/cuda's in half the time of Triton's.
+    Where aten has to make one, or calls it segment by segment, Triton's kernels take 0.06 to 0.7 of its time in 16
+    bits, csrc/cuda's 1.5 to 4 times Triton's, but half of the host's 0.34 ms. float32 is multiplied without matrix
+    units, by csrc/cuda in half the time of Triton.
     """
     if call.query.dtype == torch.float32:
         return on_gpu("aten", "cuda", compiled=True)
@@ -152,7 +153,10 @@ def _gpu_order(call: AttentionCall) -> tuple[str, ...]:
         band = call.mask.band(queries, keys)
         if not call.mask.has_band() or band == Band(high=0) or (band.high >= keys and band.low <= -queries):
             return on_gpu("aten", "triton", compiled=True)
-    return on_gpu("triton", compiled=True)
+    sequences = call.query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+    scores = sequences * call.query.shape[1] * call.max_seqlen_q * call.max_seqlen_k
+    small = _library.certain(scores * call.query.shape[-1] < 1 << 33)
+    return on_gpu(*(("cuda", "triton") if small else ("triton",)), compiled=True)
 
 
 # (dtype, training) -> queries from which cpu is faster than PyTorch's plain attention, which needs no keys turned for

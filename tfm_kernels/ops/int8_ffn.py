@@ -61,7 +61,7 @@ REMARKS = _backend.PROVEN
 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
-    if call.device != "cpu":  # H200: 0.07 to 0.35 of aten's time
+    if call.device != "cpu":  # H200: 0.07 to 0.35 of aten's time, 0.75 ms of the host's and not 1.1
         return _backend.on_gpu("triton")
     return _backend.cpu_first(call.device)
 
