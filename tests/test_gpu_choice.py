@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import tfm_kernels as tfk
 from tfm_kernels import Mask, _backend, _library
@@ -134,6 +136,28 @@ def test_compiled_graphs_fuse_pytorchs_own_functions(monkeypatch, gpu):
     assert order("many rows")[0] == "aten" and order("a window")[0] == "triton" and order("dropout")[0] == "triton"
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
     assert "triton" not in order("a window")
+
+
+def test_a_dynamic_size_leaves_no_guard(monkeypatch):
+    """A graph, or an exported program, is not bound to the sizes that decide where nothing is compiled."""
+    monkeypatch.setattr(_backend, "_proven", True)
+    sizes = ShapeEnv()
+    rows = sizes.create_symbol(8, source=ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
+    with FakeTensorMode(shape_env=sizes):
+        x = new(sizes.create_symintnode(rows, hint=8), 512)
+        w1, w2, weight = new(64, 512), new(512, 64), torch.empty(64, 512, dtype=torch.int8, device="cuda")
+        angles = new(x.shape[0], 32)
+        for op, args, kwargs in (
+            ("layer_norm", (x,), {}),
+            ("ffn", (x, w1, None, w2, None), {"dropout_p": 0.1}),
+            ("rotary", (new(1, 2, x.shape[0], 64), angles, angles), {}),
+            ("int8_linear", (x, weight, new(64, dtype=F32)), {}),
+        ):
+            call, before = OPS[op].describe(*args, **kwargs), len(sizes.guards)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.compiler, "is_compiling", lambda: True)
+                assert OPS[op].prefer(call)[0] == "aten"
+            assert len(sizes.guards) == before, op
 
 
 def test_compiled_code_takes_the_gpu_for_a_constant():

@@ -66,7 +66,8 @@ def prefer(call: Call) -> tuple[str, ...]:
         # torch, which takes 30 times as long. csrc/cuda takes 2.4 of Triton's time, but 0.1 ms of the host's, not 0.3
         if call.dropout_p == 0.0 or call.dtype not in _16_BITS:
             return _backend.on_gpu()
-        return _backend.on_gpu("triton" if call.rows * call.width * call.hidden >= 1 << 33 else "cuda")
+        large = _library.certain(call.rows * call.width * call.hidden >= 1 << 33)
+        return _backend.on_gpu("triton" if large else "cuda")
     # aten draws dropout in plain torch; a compiled graph must not depend on the number of rows
     if call.dropout_p == 0.0 and not torch.compiler.is_compiling() and _aten_is_faster(call):
         return ("aten", "cpu", "reference")

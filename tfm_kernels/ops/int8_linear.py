@@ -60,8 +60,8 @@ def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
     if call.device != "cpu":  # H200: 0.07 to 0.3 of aten's time, but 250 us of the host's, not 90
         weights = call.width * call.out
-        faster = call.dtype != torch.float32 and (weights >= 1 << 25 or call.rows * weights >= 1 << 34)
-        return _backend.on_gpu(*(("triton",) if faster else ()))
+        large = weights >= 1 << 25 or _library.certain(call.rows * weights >= 1 << 34)
+        return _backend.on_gpu(*(("triton",) if large and call.dtype != torch.float32 else ()))
     return _backend.cpu_first(call.device)
 
 

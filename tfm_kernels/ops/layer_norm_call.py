@@ -68,7 +68,7 @@ def _on_gpu(call: Call) -> tuple[str, ...]:
     """
     if call.training and call.features > 8192 and call.dropout_p == 0.0:
         return ()
-    if call.rows * call.features >= 1 << 25:
+    if _library.certain(call.rows * call.features >= 1 << 25):
         return ("triton",)
     return ("cuda",) if call.dropout_p > 0.0 or (call.features <= 1024 and not call.rms) else ()
 

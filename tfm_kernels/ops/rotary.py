@@ -59,7 +59,7 @@ REMARKS = _backend.PROVEN
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
     if call.device != "cpu":  # H200: 0.1 of aten's time, but 145 us of the host's, not 90
-        return _backend.on_gpu(*(("triton",) if math.prod(call.shape) >= 1 << 23 else ()))
+        return _backend.on_gpu(*(("triton",) if _library.certain(math.prod(call.shape) >= 1 << 23) else ()))
     return _backend.cpu_first(call.device, not torch.compiler.is_compiling())  # a compiler makes one pass of aten's
 
 
