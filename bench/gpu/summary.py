@@ -36,9 +36,7 @@ def markdown(files: Mapping[str, Mapping[str, Any]]) -> str:
 def _lines(groups: list[Mapping[str, Any]]) -> Iterator[str]:
     for group in groups:
         for direction, words in _DIRECTIONS.items():
-            rows = {row["implementation"]: row for row in group.get("rows", ()) if row["direction"] == direction}
-            if "auto" in rows:  # automatic choice was measured under its own name
-                rows[group["chosen"]] = rows.pop("auto")
+            rows = table.rows_of(group, direction)
             theirs = {name: row["median"] for name, row in rows.items() if name in table.PEERS and name != "aten"}
             if "triton" not in rows or not theirs:
                 continue

@@ -80,8 +80,7 @@ def _speed_lines(files: Files) -> list[str]:
     ]
     for group in groups:
         for direction in dict.fromkeys(row["direction"] for row in group["rows"]):
-            rows = {row["implementation"]: row for row in group["rows"] if row["direction"] == direction}
-            lines += _speed_line(group, direction, rows, files, shown)
+            lines += _speed_line(group, direction, rows_of(group, direction), files, shown)
     lines.append(
         "us: medians on the device, L2 cold, taken in turns; of limit: what a copy (or the library's matrix product) "
         "takes / ours; error: worst error / bound of the contract's cases of this op and type"
@@ -89,11 +88,17 @@ def _speed_lines(files: Files) -> list[str]:
     return lines
 
 
+def rows_of(group: Mapping[str, Any], direction: str) -> dict[str, Mapping[str, Any]]:
+    """Implementation -> its row of a direction; what automatic choice took, under the name of the backend."""
+    rows = {row["implementation"]: row for row in group.get("rows", ()) if row["direction"] == direction}
+    if "auto" in rows:
+        rows[group["chosen"]] = rows.pop("auto")
+    return rows
+
+
 def _speed_line(
     group: Mapping, direction: str, rows: dict[str, Mapping], files: Files, shown: Sequence[str]
 ) -> Iterator[str]:
-    if "auto" in rows:  # automatic choice was measured under its own name
-        rows[group["chosen"]] = rows.pop("auto")
     theirs = [rows[peer]["median"] for peer in PEERS if peer in rows]
     for name in [name for name in rows if name not in PEERS]:
         ours = rows[name]
