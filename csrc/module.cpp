@@ -1,5 +1,6 @@
 // The Python module tfm_kernels._C. Importing it registers the CPU kernels; build_info() says what
-// it was built for, signature() makes keys of calls, plan() and apply() carry calls out.
+// it was built for, signature() and launch_signature() make keys of calls, plan() and apply() carry
+// calls out.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/headeronly/version.h>
@@ -33,6 +34,9 @@ PYBIND11_MODULE(_C, m) {
       {"signature",
        reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&tfm_kernels::signature)),
        METH_FASTCALL, "signature(*parts) -> bytes | None"},
+      {"launch_signature",
+       reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&tfm_kernels::launch_signature)),
+       METH_FASTCALL, "launch_signature(*parts) -> bytes | None"},
       {"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&tfm_kernels::apply)),
        METH_FASTCALL, "apply(plan, *arguments) -> Tensor | tuple[Tensor, ...] | NotImplemented"},
       {"shaped_like",

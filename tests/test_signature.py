@@ -81,3 +81,30 @@ def test_grad_mode_counts():
 
 def test_a_parameter_is_a_tensor():
     assert _library.signature(torch.nn.Parameter(X)) == _library.signature(X.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations([*DIFFERENT, "list"], 2)), ids=" and ".join)
+def test_launches_differ(pair):
+    first, second = (_library._launch_signature({**DIFFERENT, **NONE}[name], "rest") for name in pair)
+    alike = {"tensor", "needs a gradient"} == set(pair)  # what is launched does not depend on it
+    none = "other layout" in pair  # a sparse tensor
+    assert (first == second) == alike and (first is None or second is None) == none
+
+
+def test_launches_of_other_layouts_differ():
+    x = torch.zeros(40)
+    calls = [
+        (x[:4],), (x[::2][:4],), (x[1:5],), (x[2:6],), (x[:4], x[:4]), (x[:4], x[4:8]), (x[:4][None],), ([x[:4]],),
+        ([1, 2],), ([1], 2), ((1, 2),),
+    ]  # fmt: skip
+    y = x[:4]
+    calls.append((y, y))
+    found = [_library._launch_signature(*call) for call in calls]
+    assert None not in found and len(set(found)) == len(found) - 1
+    assert found[4] != found[-1]  # the same tensor twice; two of the same memory are like any two that begin alike
+    assert _library._launch_signature(x[4:8]) == found[0]
+
+
+@pytest.mark.parametrize("name", sorted(NONE.keys() - {"list", "tuple of a list"}))
+def test_launches_without_a_signature(name):
+    assert _library._launch_signature("op", NONE[name], X) is None

@@ -7,7 +7,9 @@ touched.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -89,12 +91,15 @@ def declare(
                 library.impl(f"{name}_triton", _launch_triton(name), key)
         _missing[f"{name}_{backend}"] = _why_missing(name, backend)
         overloads[backend] = operator = getattr(getattr(torch.ops, NAMESPACE), f"{name}_{backend}").default
-        if cpu_extension is not None and backend != "triton":  # Triton's launchers are Python themselves
+        if cpu_extension is not None:
             plain_calls[operator] = cpu_extension.plan(f"{NAMESPACE}::{name}_{backend}")
     return overloads
 
 
 _signature: Callable[..., bytes | None] = getattr(cpu_extension, "signature", lambda *parts: None)
+_launch_signature: Callable[..., bytes | None] = getattr(cpu_extension, "launch_signature", lambda *parts: None)
+_lock = threading.Lock()
+_planned_anew = 0  # blocks of plans_anew() that are under way
 
 
 def signature(*parts: Any) -> bytes | None:
@@ -112,11 +117,39 @@ def signature(*parts: Any) -> bytes | None:
     return None if torch.compiler.is_compiling() or forward_ad._current_level >= 0 else _signature(*parts)
 
 
+def _launch_key(*arguments: Any) -> bytes | None:
+    return None if _planned_anew else _launch_signature(*arguments)
+
+
+@contextmanager
+def plans_anew() -> Iterator[None]:
+    """Inside, in all threads, Triton's launchers plan every call: for whatever changes how they plan or make tensors.
+
+    Outside they repeat what they did for a call of the same shapes (triton/_replay.py).
+    """
+    global _planned_anew
+    with _lock:
+        _planned_anew += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _planned_anew -= 1
+
+
 def _launch_triton(name: str) -> Callable[..., Any]:
     """The function ``name`` of tfm_kernels/triton/<name>.py, imported, and Triton with it, by its first call."""
+    launcher: Callable[..., Any] | None = None
+
+    def first(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(f"{NAMESPACE}.triton.{name}"), name)(*arguments)
 
     def launch(*arguments: Any) -> Any:
-        return getattr(importlib.import_module(f"{NAMESPACE}.triton.{name}"), name)(*arguments)
+        nonlocal launcher
+        if launcher is None:
+            replay = importlib.import_module(f"{NAMESPACE}.triton._replay")
+            launcher = replay.Launcher(first, _launch_key)
+        return launcher(*arguments)
 
     return launch
 

@@ -207,7 +207,8 @@ def _shard(subject: GpuSubject, room: Room, index: int, count: int, answers: Any
         if time.monotonic() > last:
             break
         try:
-            call()
+            with _library.plans_anew():
+                call()
         except Exception as error:  # reported, and the next one is tried
             failures.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
     answers.put({"kernels": list(seen.values()), "failures": failures})

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tfm_kernels import _library
 from tfm_kernels.bench.record import Results
 from tfm_kernels.testing import run
 
@@ -72,7 +73,7 @@ def guards(fill: int) -> Iterator[Any]:
 
     zeros = lambda *shape, **options: new(*shape, **options).zero_()  # noqa: E731
     patches = {"empty": new, "empty_like": new_like, "zeros": zeros}
-    with mock.patch.multiple(torch, **patches):
+    with mock.patch.multiple(torch, **patches), _library.plans_anew():
         yield guard
     for buffer, size in kept:
         outside = torch.cat([buffer[:GUARD], buffer[GUARD + size :]])

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from . import _launch
@@ -156,10 +155,10 @@ class Call:
         """``t`` with rows that start and end at multiples of 16 bytes: itself, or a copy, padded with zeros."""
         if rows_aligned(t):
             return t
-        width = triton.cdiv(t.shape[-1], 8) * 8
+        width = _launch.cdiv(t.shape[-1], 8) * 8
         copy = self.like(t, width)
-        copy[..., t.shape[-1] :] = 0
-        copy[..., : t.shape[-1]] = t
+        copy[..., t.shape[-1] :].zero_()
+        copy[..., : t.shape[-1]].copy_(t)
         return copy
 
     def statistics(self) -> Tensor:
@@ -216,14 +215,14 @@ class Call:
         """Launches a kernel with what it takes of the call's, the launch's and these arguments."""
         given = {**self.arguments(), **config.arguments(), **more}
         options = {name: given[name] for name in OPTIONS}
-        kernel[(programs,)](**{name: given[name] for name in kernel.arg_names}, **options)
+        _launch.launch(kernel, (programs,), **{name: given[name] for name in kernel.arg_names}, **options)
 
     def keep_tiles(self, block_m: int, block_n: int, of_keys: bool) -> dict[str, Any]:
         """The lists of _attention_tiles.py as a kernel takes them; empty without a keep matrix."""
         if self.keep is None:
             none = dict.fromkeys(("list_stride_b", "list_stride_h", "list_width"), 0)
             return {"counts_ptr": None, "tiles_ptr": None, **none}
-        across, along = triton.cdiv(self.queries, block_m), triton.cdiv(self.keys, block_n)
+        across, along = _launch.cdiv(self.queries, block_m), _launch.cdiv(self.keys, block_n)
         rows, width = (along, across) if of_keys else (across, along)
         batch = self.batch if self.lengths is not None else self.keep.shape[0]
         heads = self.keep.shape[1]
@@ -232,7 +231,8 @@ class Call:
         tiles = torch.empty(batch * heads * rows * width, dtype=torch.int32, device=device)
         if counts.numel():
             names = "low", "high", "end_low", "end_high"
-            keep_tiles_kernel[(counts.numel(),)](
+            _launch.launch(
+                keep_tiles_kernel, (counts.numel(),),
                 keep_ptr=self.keep, lengths_ptr=self.lengths, counts_ptr=counts, tiles_ptr=tiles, H=heads,
                 Tq=self.queries, Tk=self.keys, **pair_strides("keep", self.keep), list_width=width,
                 **dict(zip(names, self.window, strict=True)), BLOCK_M=block_m, BLOCK_N=block_n, OF_KEYS=of_keys,

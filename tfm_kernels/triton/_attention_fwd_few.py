@@ -91,7 +91,7 @@ def pick_config(
     """
     if not 0 < queries <= FEW or min(keys, reach) <= MANY:
         return None
-    block_d = max(16, triton.next_power_of_2(dim))
+    block_d = max(16, _launch.next_power_of_2(dim))
     block_m = 16 if group * queries <= 16 else 32
     if dtype == torch.float32:
         block_n, chunk, num_stages = 16, 16, 1
@@ -100,11 +100,11 @@ def pick_config(
         num_stages = 4 if block_d <= 64 else 3 if capability[0] >= 9 and not _launch.small_shared(capability) else 2
         num_stages = num_stages if extras == "none" else 2
     num_warps = 8 if block_m == 32 and block_d >= (128 if extras == "none" else 64) else 4
-    tiles = triton.cdiv(keys, block_n)
+    tiles = _launch.cdiv(keys, block_n)
     if reach < keys:
-        tiles = min(tiles, triton.cdiv(reach, block_n) + 1)  # they may begin anywhere in a tile
+        tiles = min(tiles, _launch.cdiv(reach, block_n) + 1)  # they may begin anywhere in a tile
     places = RESIDENT // num_warps * _launch.MULTIPROCESSORS.get(capability[0], 132)
-    parts = part(triton.cdiv(group * queries, block_m) * units, tiles, places)
+    parts = part(_launch.cdiv(group * queries, block_m) * units, tiles, places)
     return FewConfig(block_m, block_n, block_d, chunk, num_warps, num_stages, 255, *parts)
 
 
@@ -113,11 +113,11 @@ def part(units: int, tiles: int, places: int) -> tuple[int, int]:
 
     Tried are one part, and as many as fill the places once, twice and so on.
     """
-    best = triton.cdiv(units, places) * (tiles + BEGIN), 1, tiles
+    best = _launch.cdiv(units, places) * (tiles + BEGIN), 1, tiles
     for waves in range(1, WAVES + 1):
-        each = triton.cdiv(tiles, max(1, min(MOST_PARTS, tiles, waves * places // units)))
-        parts = triton.cdiv(tiles, each)
-        best = min(best, (triton.cdiv(units * parts, places) * (each + BEGIN) + MERGE, parts, each))
+        each = _launch.cdiv(tiles, max(1, min(MOST_PARTS, tiles, waves * places // units)))
+        parts = _launch.cdiv(tiles, each)
+        best = min(best, (_launch.cdiv(units * parts, places) * (each + BEGIN) + MERGE, parts, each))
     return best[1:]
 
 
@@ -295,7 +295,7 @@ def attention_fwd_merge_kernel(
 def attend_few(call: Call, config: FewConfig, out: Tensor, lse: Tensor) -> None:
     """Writes out and lse, by one kernel or, where the keys are parted, by two."""
     pairs = call.batch * call.kv_heads
-    programs = config.parts * pairs * triton.cdiv(call.queries * call.heads // call.kv_heads, config.block_m)
+    programs = config.parts * pairs * _launch.cdiv(call.queries * call.heads // call.kv_heads, config.block_m)
     given: dict[str, Any] = {**call.strides("out", out), "OUT_D": call.value_dim, "part_step": lse.numel()}
     given["SHIELDED"] = call.shielded(config.block_m)
     if config.parts == 1:

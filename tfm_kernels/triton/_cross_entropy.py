@@ -103,7 +103,8 @@ def live_rows(target: Tensor, ignore_index: int, losses: tuple[Tensor, Tensor] |
     rows = torch.zeros(target.shape, dtype=torch.int64, device=target.device)
     count = torch.empty((), dtype=torch.int64, device=target.device)
     loss, lse = losses or (None, None)
-    live_rows_kernel[(1,)](
+    _launch.launch(
+        live_rows_kernel, (1,),
         target_ptr=target, rows_ptr=rows, count_ptr=count, loss_ptr=loss, lse_ptr=lse, M=target.shape[0],
         target_stride=target.stride(0), ignore_index=ignore_index, BLOCK=BLOCK, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip

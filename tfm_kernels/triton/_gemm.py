@@ -93,7 +93,7 @@ def candidates(kind: str, aligned: bool, major: int) -> tuple[Config, ...]:
 
 def tiles(M: int, N: int, config: Config) -> int:
     """How many tiles C has."""
-    return triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    return _launch.cdiv(M, config.block_m) * _launch.cdiv(N, config.block_n)
 
 
 def fills(M: int, N: int, config: Config, multiprocessors: int) -> bool:
@@ -323,13 +323,14 @@ def gemm(
     """
     M, K = a.shape if a_k_inner else (a.shape[1], a.shape[0])
     N = b.shape[0] if b_k_inner else b.shape[1]
-    part = triton.cdiv(triton.cdiv(K, config.splits), config.block_k) * config.block_k
-    splits = max(1, triton.cdiv(K, part)) if part else 1
+    part = _launch.cdiv(_launch.cdiv(K, config.splits), config.block_k) * config.block_k
+    splits = max(1, _launch.cdiv(K, part)) if part else 1
     shape, dtype = ((M, N), a.dtype) if splits == 1 else ((splits, M * N), torch.float32)
     if M == 0 or N == 0:
         return a.new_empty((M, N)) if into is None else into
     c = torch.empty(shape, dtype=dtype, device=a.device) if into is None else into
-    gemm_kernel[(config.programs,)](
+    _launch.launch(
+        gemm_kernel, (config.programs,),
         a_ptr=a, b_ptr=b, a2_ptr=a2, b2_ptr=b2, bias_ptr=bias, c_ptr=c, rows_ptr=rows, count_ptr=count, M=M, N=N, K=K,
         part=max(part, 1), splits=splits, a_stride=a.stride(0), b_stride=b.stride(0),
         a2_stride=0 if a2 is None else a2.stride(0), b2_stride=0 if b2 is None else b2.stride(0),

@@ -143,17 +143,18 @@ def round_rows(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor
     """
     M, K = x.shape
     config = pick_config(K)
-    integers = torch.empty((M, triton.cdiv(K, RUN) * RUN), dtype=torch.int8, device=x.device)
+    integers = torch.empty((M, _launch.cdiv(K, RUN) * RUN), dtype=torch.int8, device=x.device)
     step = torch.empty((M,), dtype=torch.float32, device=x.device)
     if M == 0:
         return integers, step
-    programs = triton.cdiv(M, config.block_m)
+    programs = _launch.cdiv(M, config.block_m)
     given = {"x_ptr": x, "integers_ptr": integers, "step_ptr": step, "M": M, "K": K, "x_stride_m": x.stride(0)}
     given |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "RUN": RUN, "num_warps": 4}
     if largest is None:
-        round_rows_kernel[(programs,)](**given, ALIGNED=_launch.aligned(K, x), enable_fp_fusion=False)
+        _launch.launch(round_rows_kernel, (programs,), **given, ALIGNED=_launch.aligned(K, x), enable_fp_fusion=False)
     else:
-        round_pieces_kernel[(programs, max(1, triton.cdiv(K, config.block_k)))](
-            **given, largest_ptr=largest, blocks=largest.shape[1], BLOCKS=BLOCKS, enable_fp_fusion=False
-        )
+        _launch.launch(
+            round_pieces_kernel, (programs, max(1, _launch.cdiv(K, config.block_k))), **given, largest_ptr=largest,
+            blocks=largest.shape[1], BLOCKS=BLOCKS, enable_fp_fusion=False,
+        )  # fmt: skip
     return integers, step

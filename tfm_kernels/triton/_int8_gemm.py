@@ -71,8 +71,8 @@ def pick(found: tuple[Config, ...], M: int, N: int, K: int, capability: tuple[in
 
 def cut(config: Config, K: int) -> tuple[int, int]:
     """How many parts k is cut in, and how many k each has, a multiple of block_k."""
-    part = max(1, triton.cdiv(triton.cdiv(K, config.splits), config.block_k)) * config.block_k
-    return max(1, triton.cdiv(K, part)), part
+    part = max(1, _launch.cdiv(_launch.cdiv(K, config.splits), config.block_k)) * config.block_k
+    return max(1, _launch.cdiv(K, part)), part
 
 
 @triton.jit
@@ -188,8 +188,9 @@ def multiply(factor: Tensor, weight: Tensor, K: int, y: Tensor, **ends: Tensor |
     sums = y
     if splits > 1:
         dtype = torch.int32 if kind == "int8" else torch.float32
-        sums = torch.empty((splits, M, triton.cdiv(N, 8) * 8), dtype=dtype, device=y.device)
-    int8_gemm_kernel[(config.programs,)](
+        sums = torch.empty((splits, M, _launch.cdiv(N, 8) * 8), dtype=dtype, device=y.device)
+    _launch.launch(
+        int8_gemm_kernel, (config.programs,),
         x_ptr=factor, weight_ptr=weight, y_ptr=sums, M=M, N=N, K=K, part=part, splits=splits,
         x_stride_m=factor.stride(0), weight_stride_n=weight.stride(0), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, GROUP_M=_gemm.GROUP_M, ALIGNED=16 if aligned else 0,
@@ -198,7 +199,8 @@ def multiply(factor: Tensor, weight: Tensor, K: int, y: Tensor, **ends: Tensor |
         **(ends if splits == 1 else dict.fromkeys(ends)),
     )  # fmt: skip
     if splits > 1:
-        int8_gemm_join_kernel[(M * triton.cdiv(N, JOIN_N),)](
+        _launch.launch(
+            int8_gemm_join_kernel, (M * _launch.cdiv(N, JOIN_N),),
             parts_ptr=sums, y_ptr=y, M=M, N=N, splits=splits, BLOCK_N=JOIN_N, Y_ALIGNED=y_aligned, num_warps=4,
             enable_fp_fusion=False, **ends,
         )  # fmt: skip

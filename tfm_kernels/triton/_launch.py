@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +16,33 @@ from .. import dropout
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0))  # capabilities with 163 KiB or more a block
 MULTIPROCESSORS = {8: 108, 9: 132, 10: 148}  # major compute capability -> of A100, H100 and H200, B200
+
+_listening = threading.local()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """Launches a kernel of Triton on the current device.
+
+    Args:
+        kernel: it.
+        grid: programs, along one to three axes.
+        **arguments: its own and Triton's options.
+    """
+    compiled = kernel[grid](**arguments)
+    tell = getattr(_listening, "tell", None)
+    if tell is not None:
+        tell(kernel, grid, compiled, arguments)
+
+
+def tell(listener: Callable[..., None] | None) -> Callable[..., None] | None:
+    """Has every launch of this thread told to ``listener``(kernel, grid, what was compiled, arguments).
+
+    Returns:
+        The listener before.
+    """
+    before = getattr(_listening, "tell", None)
+    _listening.tell = listener
+    return before
 
 
 def check_device(op: str, x: Tensor) -> None:
@@ -81,6 +110,16 @@ def float32_products() -> str:
     """How products of float32 are formed: "ieee", or "tf32" where torch allows it."""
     # not allow_tf32, which says the same but raises where the setting was made through fp32_precision
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; Triton's own serves kernels, too, and takes the host 2 us."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two of at least n > 0."""
+    return 1 << (n - 1).bit_length()
 
 
 def on(x: Tensor) -> AbstractContextManager:

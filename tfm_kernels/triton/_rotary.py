@@ -50,7 +50,7 @@ def pick_config(width: int, aligned: bool) -> Config:
     of tests/aot/rotary.json some 800 threads of a multiprocessor ask for 25 KB at once. Rows that are not ``aligned``
     are read element by element, which takes registers: half as many.
     """
-    block_n = min(256, max(32, triton.next_power_of_2(width)))
+    block_n = min(256, max(32, _launch.next_power_of_2(width)))
     return Config(block_m=(2048 if aligned else 1024) // block_n, block_n=block_n, num_warps=4)
 
 
@@ -184,7 +184,8 @@ def turned(op: str, name: str, x: Tensor, cos: Tensor, sin: Tensor, interleaved:
         for dim, stride in zip(dims, t.stride(), strict=True)
     }
     with _launch.on(x):
-        rotary_kernel[(B * triton.cdiv(H * T, config.block_m),)](
+        _launch.launch(
+            rotary_kernel, (B * _launch.cdiv(H * T, config.block_m),),
             x_ptr=x, y_ptr=y, cos_ptr=cos, sin_ptr=sin, H=H, T=T, D=D, R=R, **strides,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=aligned, INTERLEAVED=interleaved, BACK=back,
             num_warps=config.num_warps, enable_fp_fusion=False,

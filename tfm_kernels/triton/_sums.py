@@ -42,7 +42,7 @@ def pick_config(M: int, N: int) -> Config:
     """The launch for M rows of N columns: a few rows, as of cut sums, by wide programs; many in runs of 256 or more."""
     if M <= 32:
         return Config(block_m=1, block_n=1024, chunks=1)
-    columns = triton.cdiv(N, 64)
+    columns = _launch.cdiv(N, 64)
     return Config(block_m=32, block_n=64, chunks=max(1, min(256 // max(columns, 1), M // 256)))
 
 
@@ -75,8 +75,9 @@ def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     if N == 0:
         return final
     sums = final if config.chunks == 1 else torch.empty((config.chunks, N), dtype=torch.float32, device=x.device)
-    sum_rows_kernel[(triton.cdiv(N, config.block_n), config.chunks)](
-        x_ptr=x, sum_ptr=sums, M=M, N=N, run=triton.cdiv(M, config.chunks), x_stride_m=x.stride(0),
+    _launch.launch(
+        sum_rows_kernel, (_launch.cdiv(N, config.block_n), config.chunks),
+        x_ptr=x, sum_ptr=sums, M=M, N=N, run=_launch.cdiv(M, config.chunks), x_stride_m=x.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=_launch.aligned(N, x), num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from . import _launch
@@ -44,7 +43,7 @@ def pick_config(kernel: str, dim: int, extras: str, dtype: torch.dtype, capabili
     ``extras`` as in the forward. The tile that stays is the larger one; the wider the heads, the fewer rows pass at
     once, since dk and dv (dq) stay in registers. float32 multiplies without matrix units, 16 rows at once.
     """
-    block_d = max(16, triton.next_power_of_2(dim))
+    block_d = max(16, _launch.next_power_of_2(dim))
     if dtype == torch.float32:
         stays = 32 if block_d <= 128 else 16
         block_m, block_n = (16, stays) if kernel == "keys" else (stays, 16)
@@ -131,7 +130,7 @@ def attention_bwd(
         saved = call.readable(out)
         config = configs["rows"]
         call.launch(
-            attention_bwd_rows_kernel, triton.cdiv(call.queries, config.block_m) * call.heads * call.batch, config,
+            attention_bwd_rows_kernel, _launch.cdiv(call.queries, config.block_m) * call.heads * call.batch, config,
             out_ptr=saved, lse_ptr=lse.contiguous(), dlse_ptr=None if dlse is None else dlse.contiguous(), **shared,
             **call.strides("out", saved),
         )  # fmt: skip
@@ -139,7 +138,7 @@ def attention_bwd(
         lists = call.keep_tiles(config.block_m, config.block_n, of_keys=True)
         for part in PARTS[config.block_d == 256]:
             call.launch(
-                attention_bwd_keys_kernel, triton.cdiv(call.keys, config.block_n) * call.kv_heads * call.batch, config,
+                attention_bwd_keys_kernel, _launch.cdiv(call.keys, config.block_n) * call.kv_heads * call.batch, config,
                 **shared, **lists, dk_ptr=dk, dv_ptr=dv, **call.strides("dk", dk), **call.strides("dv", dv),
                 DK_D=call.dim, DV_D=call.value_dim, OUT_ALIGNED=rows_aligned(dk, dv), PART=part,
                 scale=call.scale if bias is not None else abs(call.scale), SHIELDED=call.shielded(config.block_n),
@@ -147,7 +146,7 @@ def attention_bwd(
         config = configs["queries"]
         strides = {f"dbias_stride_{axis}": dbias.stride(i) if own_dbias else 0 for i, axis in enumerate("bht")}
         call.launch(
-            attention_bwd_queries_kernel, triton.cdiv(call.queries, config.block_m) * call.heads * call.batch, config,
+            attention_bwd_queries_kernel, _launch.cdiv(call.queries, config.block_m) * call.heads * call.batch, config,
             **shared, **call.keep_tiles(config.block_m, config.block_n, of_keys=False), dq_ptr=dq,
             dbias_ptr=dbias if own_dbias else None, **strides, **call.strides("dq", dq), DQ_D=call.dim,
             OUT_ALIGNED=rows_aligned(dq), SHIELDED=call.shielded(config.block_m),
@@ -159,7 +158,7 @@ def attention_bwd(
 
 def splits_of(programs: int, sharing: int, multiprocessors: int) -> int:
     """In how many parts the sequences and heads that share a matrix are summed: enough for two programs each."""
-    return max(1, min(sharing, MOST_SPLITS, triton.cdiv(2 * multiprocessors, programs)))
+    return max(1, min(sharing, MOST_SPLITS, _launch.cdiv(2 * multiprocessors, programs)))
 
 
 def _broadcast_dbias(
@@ -168,7 +167,7 @@ def _broadcast_dbias(
     """A.10 of a bias that is broadcast along some axis."""
     own_b, own_h, own_q, own_k = dbias.shape
     sharing_b, sharing_h = call.batch // own_b, call.heads // own_h
-    across, along = triton.cdiv(call.queries, config.block_m), triton.cdiv(call.keys, config.block_n)
+    across, along = _launch.cdiv(call.queries, config.block_m), _launch.cdiv(call.keys, config.block_n)
     programs = own_b * own_h * across * along
     multiprocessors = _launch.MULTIPROCESSORS.get(capability[0], 132)
     splits = splits_of(programs, sharing_b * sharing_h, multiprocessors)

@@ -53,7 +53,7 @@ def pick_config(dim: int, queries: int, extras: str, dtype: torch.dtype, capabil
     On an H200 two programs of a warpgroup each and three tiles ahead took 0.68 to 0.96 of the time of one of two
     warpgroups where weights and values fill the time, heads of 128 and extras; of heads of 64 with none 1.0 to 1.08.
     """
-    block_d = max(16, triton.next_power_of_2(dim))
+    block_d = max(16, _launch.next_power_of_2(dim))
     few, old = queries <= 64, capability[0] == 8 or _launch.small_shared(capability)
     if dtype == torch.float32:
         block_m, num_warps = 64 if block_d < 256 else 32, 8 if block_d >= 128 else 4
@@ -232,7 +232,7 @@ def attention_fwd(
             _attention_fwd_few.attend_few(call, few, out, lse)
         return out, lse
     config = pick_config(width, call.queries, extras, query.dtype, capability)
-    programs = triton.cdiv(call.queries, config.block_m) * call.heads * call.batch
+    programs = _launch.cdiv(call.queries, config.block_m) * call.heads * call.batch
     with _launch.on(query):
         call.launch(
             attention_fwd_kernel, programs, config, **call.keep_tiles(config.block_m, config.block_n, of_keys=False),

@@ -172,9 +172,10 @@ def ffn_bwd(
                 p, g = preact[:, :F], None if gate is None else preact[:, F:]
             dropped = dropout_p > 0.0
             config = pick_config(M, F, kind, gate is None and not dropped, aligned, capability)
-            db1s = new(triton.cdiv(M, config.block_m) if need_b1 else 0, F, dtype=torch.float32)
+            db1s = new(_launch.cdiv(M, config.block_m) if need_b1 else 0, F, dtype=torch.float32)
             if M > 0 and F > 0:
-                ffn_bwd_kernel[(config.programs,)](
+                _launch.launch(
+                    ffn_bwd_kernel, (config.programs,),
                     dy_ptr=dy, w2_ptr=w2, p_ptr=p, g_ptr=g, hidden_ptr=hidden if need_w2 else None,
                     dp_ptr=dp if need_dp else None, dg_ptr=dg if need_dg else None,
                     db1_ptr=db1s if need_b1 else None, seed_ptr=seed if dropped else None,

@@ -167,7 +167,8 @@ def ffn_fwd(
     with _launch.on(x):
         if M > 0 and F > 0:
             config = pick_config(M, F, kind, gated, aligned, _launch.capability(x))
-            ffn_fwd_kernel[(config.programs,)](
+            _launch.launch(
+                ffn_fwd_kernel, (config.programs,),
                 x_ptr=x, w1_ptr=w1, b1_ptr=b1, gate_ptr=gate, hidden_ptr=hidden,
                 preact_ptr=preact if save_preact else None, seed_ptr=seed if dropped else None,
                 rows_ptr=dropout_rows.contiguous() if dropped and dropout_rows is not None else None,

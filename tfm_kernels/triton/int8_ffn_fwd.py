@@ -225,18 +225,19 @@ def _hidden(
     aligned, f_aligned = _launch.aligned(E, numbers, w1, gate), _launch.aligned(F, *ends.values())
     config = pick_config(M, F, E, gate is not None, aligned, _launch.capability(numbers))
     splits, part = _int8_gemm.cut(config, E)
-    hidden = torch.empty((M, triton.cdiv(F, _int8.RUN) * _int8.RUN), dtype=torch.float32, device=device)
-    blocks = triton.cdiv(F, config.block_n if splits == 1 else JOIN_N)
+    hidden = torch.empty((M, _launch.cdiv(F, _int8.RUN) * _int8.RUN), dtype=torch.float32, device=device)
+    blocks = _launch.cdiv(F, config.block_n if splits == 1 else JOIN_N)
     largest = torch.empty((M, blocks), dtype=torch.int32, device=device)
     if F == 0:
         return hidden, largest
     results = {"hidden_ptr": hidden, "largest_ptr": largest}
     finishes = {**ends, **results, "ACTIVATION": activation, "F_ALIGNED": f_aligned}
     if splits > 1:
-        shape = (splits, 1 if gate is None else 2, M, triton.cdiv(F, 8) * 8)
+        shape = (splits, 1 if gate is None else 2, M, _launch.cdiv(F, 8) * 8)
         parts = torch.empty(shape, dtype=torch.int32, device=device)
         given = {**dict.fromkeys((*ends, *results)), "hidden_ptr": parts, "ACTIVATION": 0, "F_ALIGNED": True}
-    int8_ffn_fwd_kernel[(config.programs,)](
+    _launch.launch(
+        int8_ffn_fwd_kernel, (config.programs,),
         x_ptr=numbers, w1_ptr=w1, gate_ptr=gate, M=M, F=F, E=E, part=part, splits=splits, x_stride_m=numbers.stride(0),
         w1_stride_f=w1.stride(0), gate_stride_f=0 if gate is None else gate.stride(0), BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=_gemm.GROUP_M, ALIGNED=16 if aligned else 0,
@@ -244,7 +245,8 @@ def _hidden(
         **(finishes if splits == 1 else given),
     )  # fmt: skip
     if splits > 1:
-        int8_ffn_fwd_join_kernel[(M * triton.cdiv(F, JOIN_N),)](
-            parts_ptr=parts, M=M, F=F, splits=splits, BLOCK_N=JOIN_N, num_warps=4, enable_fp_fusion=False, **finishes
-        )
+        _launch.launch(
+            int8_ffn_fwd_join_kernel, (M * _launch.cdiv(F, JOIN_N),), parts_ptr=parts, M=M, F=F, splits=splits,
+            BLOCK_N=JOIN_N, num_warps=4, enable_fp_fusion=False, **finishes,
+        )  # fmt: skip
     return hidden, largest

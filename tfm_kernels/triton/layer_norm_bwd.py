@@ -61,7 +61,7 @@ def pick_config(rows: int, features: int, aligned: bool, capability: tuple[int, 
     0.67 to 0.89 of the time of one on an H200, for more shared memory.
     """
     walks = features > (8192 if aligned else 4096)
-    block_n = 4096 if walks else max(64, triton.next_power_of_2(features))
+    block_n = 4096 if walks else max(64, _launch.next_power_of_2(features))
     if features > (4096 if aligned else 2048):
         block_m, num_warps, each = 1, 16, 1
     elif not aligned:
@@ -71,7 +71,7 @@ def pick_config(rows: int, features: int, aligned: bool, capability: tuple[int, 
     else:
         block_m, num_warps, each = 2048 // block_n, 4, 3
     programs = each * _launch.MULTIPROCESSORS.get(capability[0], 132)
-    programs = max(1, min(programs, triton.cdiv(rows, block_m)))
+    programs = max(1, min(programs, _launch.cdiv(rows, block_m)))
     limit = (168 if num_warps == 4 else 128) if aligned else None
     ahead = 3 if capability[0] == 9 else 2
     return Config(block_m, block_n, num_warps, ahead if aligned and not walks else 1, programs, limit)
@@ -323,7 +323,8 @@ def layer_norm_bwd(
 
     kernel = layer_norm_bwd_kernel if N <= config.block_n else layer_norm_bwd_walk_kernel
     with _launch.on(z):
-        kernel[(config.programs,)](
+        _launch.launch(
+            kernel, (config.programs,),
             dy_ptr=dy2, dz_ptr=dz2, z_ptr=z2, mean_ptr=None if rms else mean.contiguous(), rstd_ptr=rstd.contiguous(),
             weight_ptr=weight, dx_ptr=dx, dresidual_ptr=dresidual if dropped else None,
             dweight_ptr=dweights if need_weight else None, dbias_ptr=dbiases if need_bias else None,
@@ -343,7 +344,8 @@ def layer_norm_bwd(
         )
         if not (need_weight or need_bias):
             return dx, dresidual, dweight, dbias
-        layer_norm_bwd_sum_kernel[(triton.cdiv(N, SUM_BLOCK_N), 2)](
+        _launch.launch(
+            layer_norm_bwd_sum_kernel, (_launch.cdiv(N, SUM_BLOCK_N), 2),
             dweight_ptr=dweights if need_weight else None, dbias_ptr=dbiases if need_bias else None,
             dweight_sum_ptr=dweight if need_weight else None, dbias_sum_ptr=dbias if need_bias else None,
             P=config.programs, N=N, BLOCK_M=SUM_BLOCK_M, BLOCK_N=SUM_BLOCK_N, num_warps=4, enable_fp_fusion=False,

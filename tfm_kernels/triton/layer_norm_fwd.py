@@ -57,7 +57,7 @@ def pick_config(features: int, aligned: bool, dtype: torch.dtype) -> Config:
     """
     if features > (16384 if aligned else 8192):  # 32768: a program of 32 warps has 64 registers a thread
         return Config(block_m=1, block_n=8192, num_warps=16, max_registers=128)
-    block_n = max(64, triton.next_power_of_2(features))
+    block_n = max(64, _launch.next_power_of_2(features))
     limit = 128 if dtype == torch.float32 else None
     if not aligned:
         limit = 255 if block_n == 64 else 168
@@ -240,7 +240,8 @@ def layer_norm_fwd(
     config = pick_config(N, aligned, dtype)
     kernel = layer_norm_fwd_kernel if N <= config.block_n else layer_norm_fwd_walk_kernel
     with _launch.on(x):
-        kernel[(triton.cdiv(M, config.block_m),)](
+        _launch.launch(
+            kernel, (_launch.cdiv(M, config.block_m),),
             x_ptr=x2, residual_ptr=residual2, weight_ptr=weight, bias_ptr=bias,
             y_ptr=y, z_ptr=None if residual is None else z if keep_sum else y, mean_ptr=None if rms else mean,
             rstd_ptr=rstd,

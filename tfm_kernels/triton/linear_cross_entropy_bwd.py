@@ -45,7 +45,7 @@ def pick_config(M: int, V: int, kind: str, aligned: bool, capability: tuple[int,
 def pick_chunk(M: int, V: int, itemsize: int) -> int:
     """How many of V classes are taken at once."""
     fit = CHUNK_BYTES // (itemsize * max(M, 1)) // STEP * STEP
-    return min(max(fit, STEP), triton.cdiv(V, STEP) * STEP)
+    return min(max(fit, STEP), _launch.cdiv(V, STEP) * STEP)
 
 
 _RUNTIME = (
@@ -133,7 +133,7 @@ def linear_cross_entropy_bwd(
     of_x = _gemm.pick_split(M, K, chunk, kind, aligned, capability)
     sums = zeros(of_x.splits, M * K if need_x else 0)
     dweight = new(V, K) if need_weight else new(0)
-    dbiases = zeros(triton.cdiv(M, config.block_m) if need_bias else 0, V)
+    dbiases = zeros(_launch.cdiv(M, config.block_m) if need_bias else 0, V)
     with _launch.on(x):
         rows, count = live_rows(target, ignore_index)
         live_x = x.index_select(0, rows) if need_weight else x
@@ -141,7 +141,8 @@ def linear_cross_entropy_bwd(
         for begin in range(0, V, chunk):
             classes = slice(begin, min(begin + chunk, V))
             part = dz[:, : classes.stop - begin]
-            linear_cross_entropy_bwd_kernel[(config.programs,)](
+            _launch.launch(
+                linear_cross_entropy_bwd_kernel, (config.programs,),
                 x_ptr=x, weight_ptr=weight, bias_ptr=bias, target_ptr=target, rows_ptr=rows, count_ptr=count,
                 dloss_ptr=dloss, lse_ptr=lse, dz_ptr=dz, dbias_ptr=dbiases if need_bias else None, M=M, V=V, K=K,
                 begin=begin, chunk=part.shape[1], x_stride_m=x.stride(0), weight_stride_v=weight.stride(0),

@@ -42,9 +42,9 @@ def pick_config(M: int, V: int, kind: str, aligned: bool, capability: tuple[int,
     found = candidates(kind, aligned, capability[0])
     config = found[0] if M > FEW_ROWS else found[-1]
     places = config.programs * _launch.MULTIPROCESSORS.get(capability[0], 132)
-    tiles_m, tiles_v = triton.cdiv(M, config.block_m), triton.cdiv(V, config.block_n)
-    run = triton.cdiv(tiles_v, min(tiles_v, triton.cdiv(WAVES * places, max(tiles_m, 1))))
-    splits = triton.cdiv(tiles_v, run)
+    tiles_m, tiles_v = _launch.cdiv(M, config.block_m), _launch.cdiv(V, config.block_n)
+    run = _launch.cdiv(tiles_v, min(tiles_v, _launch.cdiv(WAVES * places, max(tiles_m, 1))))
+    splits = _launch.cdiv(tiles_v, run)
     return replace(config, programs=tiles_m * splits, splits=splits)
 
 
@@ -173,14 +173,16 @@ def linear_cross_entropy_fwd(
         rows, count = live_rows(target, ignore_index, (loss, lse))
         parts = new(4, config.splits, M)
         of_rows = {"target_ptr": target, "rows_ptr": rows, "count_ptr": count, "target_stride": target.stride(0)}
-        linear_cross_entropy_fwd_kernel[(config.programs,)](
+        _launch.launch(
+            linear_cross_entropy_fwd_kernel, (config.programs,),
             x_ptr=x, weight_ptr=weight, bias_ptr=bias, parts_ptr=parts, M=M, V=V, K=K, splits=config.splits,
             x_stride_m=x.stride(0), weight_stride_v=weight.stride(0), **of_rows, BLOCK_M=config.block_m,
             BLOCK_N=config.block_n, BLOCK_K=config.block_k, ALIGNED=aligned,
             PRECISION="tf32" if kind == "tf32" else "ieee", STAGES=config.num_stages, SMOOTHED=smoothed,
             num_warps=config.num_warps, maxnreg=config.max_registers, enable_fp_fusion=False,
         )  # fmt: skip
-        linear_cross_entropy_fwd_join_kernel[(triton.cdiv(M, JOIN_ROWS),)](
+        _launch.launch(
+            linear_cross_entropy_fwd_join_kernel, (_launch.cdiv(M, JOIN_ROWS),),
             parts_ptr=parts, loss_ptr=loss, lse_ptr=lse, M=M, V=V, splits=config.splits, **of_rows,
             share=1.0 - label_smoothing, smoothing=label_smoothing, classes=float(V), BLOCK_S=JOIN_PARTS,
             BLOCK_M=JOIN_ROWS, SMOOTHED=smoothed, num_warps=8, enable_fp_fusion=False,
