@@ -40,6 +40,8 @@ def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=Non
 def figures(compiled, products=()):
     """Registers, bytes of stack and of shared memory, and how often each instruction of COUNTED occurs.
 
+    Products of warp groups that are waited for one by one, which takes several times as long, are told; none should be.
+
     With ``products``, the instructions that multiply, also how often the loops of a kernel with a stack that hold one
     touch it.
     """
@@ -59,8 +61,15 @@ def figures(compiled, products=()):
         "local": local,
         "shared": max(shared, compiled.metadata.shared),
         **{name: counts[name] for name in COUNTED if counts[name]},
+        **({"products one by one": counts["HGMMA"]} if _one_by_one(compiled.asm["ptx"], code) else {}),
         **in_loops,
     }
+
+
+def _one_by_one(ptx, code):
+    """Whether the assembler waits for each HGMMA, where PTX has groups of several; it says so in words (C7510 ff.)."""
+    ends = [("gsb0" in line) for line in code.splitlines() if re.search(r"\bHGMMA\b", line)]
+    return bool(ends) and all(ends) and ptx.count("wgmma.mma_async") > ptx.count("wgmma.commit_group")
 
 
 def whole(compiled):

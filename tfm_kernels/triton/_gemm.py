@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import _launch
 from ._sums import sum_rows
-from ._tile import inside, load_columns, load_tile, store_tile, tile
+from ._tile import inside, load_columns, load_tile, store_tile, tile, unknown
 
 # How often gemm_kernel is compiled at most for one combination of storage type, precision, optional arguments and what
 # is k inner, whatever the shapes: three launches of aligned matrices and one of others; where k may be cut, two more
@@ -280,6 +280,8 @@ def gemm_kernel(
         offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if ADDS:
+            acc = unknown(acc)
         acc = product(
             acc, a_ptr, b_ptr, offs_m, offs_n, live, N, split * part, tl.minimum(split * part + part, K), a_stride,
             b_stride, BLOCK_K, A_K_INNER, B_K_INNER, ALIGNED, PRECISION, STAGES, A_PADDED,

@@ -22,6 +22,18 @@ def tile(ptr, row_offsets, offs_n, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def unknown(t):
+    """A float32 tile, of whose values the compiler knows nothing, such as zeros that a loop begins with.
+
+    Where a loop may be left out, the compiler sets sums that begin as constants beside it. NVIDIA's assembler finds a
+    warp group's products under way on one path, their registers set on another, and then waits for each of them.
+    """
+    if not INTERPRETED:
+        t = tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", (t,), dtype=tl.float32, is_pure=False, pack=1)
+    return t
+
+
+@triton.jit
 def inside(offs_n, N, ALIGNED: tl.constexpr):
     """Which columns exist; ALIGNED promises that N is a multiple of 8, so that 8 neighbours share their answer.
 

@@ -37,6 +37,7 @@ from ._attention import (
 )
 from ._attention_call import Call, Config, rows_aligned
 from ._attention_pairs import score_tile
+from ._tile import unknown
 
 # Compilations for one combination of storage types and of optional arguments, whatever the shapes: five head widths,
 # two tiles each, rows that start at multiples of 16 bytes or not, and so for bias and keep.
@@ -118,6 +119,7 @@ def attend(
     begin, end, full_begin, full_end = keys_met(m0, tq, live, low, high, BLOCK_M)
     first, full_first, full_last, last = tiles_met(begin, end, full_begin, full_end, BLOCK_N)
     if keep_ptr is not None:
+        acc = unknown(acc)
         for c in tl.range(0, tl.load(counts_ptr + slot), num_stages=STAGES):
             n0 = start(tl.load(tiles_ptr + slot * list_width + c), tk, BLOCK_N)
             acc, sums, tops = meet(
