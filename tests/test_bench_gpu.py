@@ -65,6 +65,15 @@ def test_an_unavailable_tool_is_not_red(tmp_path):
     assert code == 0
 
 
+def test_all_processes_run_the_kernel_that_waits(tmp_path, monkeypatch):
+    attention_fwd = pytest.importorskip("tfm_kernels.triton.attention_fwd")
+    monkeypatch.setattr(attention_fwd, "AHEAD", False)
+    code, files = run(tmp_path, part(a=lambda: {"ahead": attention_fwd.AHEAD}))
+    assert code == 0 and files["contract"]["groups"][0]["ahead"] is False
+    code, files = run(tmp_path, part(a=lambda: {"ahead": attention_fwd.AHEAD}), words=["--ahead", "--fresh"])
+    assert code == 0 and files["contract"]["groups"][0]["ahead"] is True
+
+
 @pytest.mark.parametrize(
     "end, how",
     [
@@ -204,6 +213,7 @@ def test_fresh_and_part(tmp_path):
         (["--part", "tuning"], "--part must be one of environment, build, contract"),
         (["--op", "conv"], "--op must be one of layer_norm, attention, ffn"),
         (["--minutes", "0"], "--minutes must lie above 0 and up to 60, got 0"),
+        (["--ahead"], "--ahead needs --out FOLDER"),
         (["--report", "/nonexistent"], "--report must name a folder that holds results, got /nonexistent"),
     ],
 )

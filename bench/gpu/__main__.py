@@ -3,6 +3,7 @@
 python -m bench.gpu                      all parts in order; files go to bench/results/<device>/<part>.json
 python -m bench.gpu --part contract      one part; may be repeated
 python -m bench.gpu --part sanitizers    NVIDIA's compute-sanitizer on the smallest calls, a second run of its own
+python -m bench.gpu --ahead --out FOLDER --op attention    Triton's attention by the kernel that waits for its proof
 python -m bench.gpu --minutes 4          less time; the same command continues where it ended
 python -m bench.gpu --report FOLDER      prints the table of finished files; needs no GPU
 
@@ -57,6 +58,10 @@ def main(
         if not files:
             return _refuse(f"--report must name a folder that holds results, got {options.report}")
         return _report(files, names, STEMS)
+    if options.ahead:
+        from tfm_kernels.triton import attention_fwd  # here: a report needs no Triton
+
+        attention_fwd.AHEAD = True  # in the processes that follow, too, which are forks of this one
     now = ask(read)
     if "refusal" in now:
         return _refuse(now["refusal"])
@@ -103,6 +108,8 @@ def _wrong(options: argparse.Namespace, names: Sequence[str]) -> str | None:
     for stem in options.op:
         if stem not in STEMS:
             return f"--op must be one of {', '.join(STEMS)}, got {stem}"
+    if options.ahead and options.out is None:
+        return "--ahead needs --out FOLDER, so that its figures stay apart from those of the kernels that are taken"
     if not 0 < options.minutes <= 60:
         return f"--minutes must lie above 0 and up to 60, got {options.minutes:g}"
     return None
@@ -116,6 +123,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", action="append", default=[], metavar="STEM", help="only this op; may be repeated")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together; 8 unless told")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go")
+    parser.add_argument("--ahead", action="store_true", help="forward attention by triton/_attention_fwd_ahead.py")
     parser.add_argument("--fresh", action="store_true", help="do everything anew")
     parser.add_argument("--list", action="store_true", help="print the parts and stop")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="print the table of a folder's files and stop")

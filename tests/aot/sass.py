@@ -10,6 +10,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA")  # what multiplies on matrix units
@@ -21,7 +22,7 @@ def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=Non
     """The kernel as the launchers compile it: no argument is specialised.
 
     Args:
-        kernel: a @triton.jit function.
+        kernel: a @triton.jit or @gluon.jit function.
         types: argument -> Triton's type ("*bf16", "i64", "fp32"), or None for an argument that is None.
         constexprs: constexpr argument -> value.
         arch: 80, 90 or 100.
@@ -32,7 +33,8 @@ def compile_kernel(kernel, types, constexprs, arch, num_warps, max_registers=Non
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if types.get(name) is None else types[name] for name in names}
     constants = {(names.index(name),): constexprs.get(name) for name in names if signature[name] == "constexpr"}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make(fn=kernel, signature=signature, constexprs=constants, attrs={})
     options = {"num_warps": num_warps, "enable_fp_fusion": fused, "maxnreg": max_registers}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 

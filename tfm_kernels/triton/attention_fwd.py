@@ -43,6 +43,10 @@ from ._tile import unknown
 # two tiles each, rows that start at multiples of 16 bytes or not, and so for bias and keep.
 MAX_COMPILATIONS = 40
 
+# Whether calls that _attention_fwd_ahead.py can do are done there, which no GPU has proven yet: `python -m bench.gpu
+# --ahead` does that.
+AHEAD = False
+
 
 def pick_config(dim: int, queries: int, extras: str, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """The launch for heads of ``dim`` (the larger of D and Dv) on a GPU of this compute capability.
@@ -233,6 +237,8 @@ def attention_fwd(
         with _launch.on(query):
             _attention_fwd_few.attend_few(call, few, out, lse)
         return out, lse
+    if AHEAD and attend_ahead(call, width, extras, out, lse, capability):
+        return out, lse
     config = pick_config(width, call.queries, extras, query.dtype, capability)
     programs = _launch.cdiv(call.queries, config.block_m) * call.heads * call.batch
     with _launch.on(query):
@@ -242,3 +248,20 @@ def attention_fwd(
             SHIELDED=call.shielded(config.block_m),
         )  # fmt: skip
     return out, lse
+
+
+def attend_ahead(call: Call, width: int, extras: str, out: Tensor, lse: Tensor, capability: tuple[int, int]) -> bool:
+    """Whether the call is one of _attention_fwd_ahead.py, which then writes out and lse."""
+    from . import _attention_fwd_ahead as ahead  # Gluon, which is Triton's experiment: not for every import
+
+    config = ahead.pick_config(width, call.queries, extras, call.bias is not None, call.query.dtype, capability)
+    if config is None:
+        return False
+    with _launch.on(call.query):
+        call.launch(
+            ahead.attention_fwd_ahead_kernel, _launch.cdiv(call.queries, config.block_m) * call.heads * call.batch,
+            config, **call.keep_tiles(config.block_m, config.block_n, of_keys=False), out_ptr=out, lse_ptr=lse,
+            **call.strides("out", out), OUT_D=call.value_dim, OUT_ALIGNED=rows_aligned(out),
+            WARPS=config.num_warps,
+        )  # fmt: skip
+    return True
