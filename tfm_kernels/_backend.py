@@ -159,10 +159,11 @@ proven_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def on_gpu(*fastest: str, compiled: bool = False) -> tuple[str, ...]:
     """The order of automatic choice but on a CPU: ``fastest``, PyTorch's own functions, then what else there is.
 
-    Kernels are taken on GPUs that have proven them. ``fastest`` has to weigh the host, of whose time a call by Triton
-    takes 140 to 350 us, by csrc/cuda 20 to 160, by PyTorch 20 to 110: no small call costs less. A compiler fuses
-    PyTorch's own functions, which come first in its graphs unless the kernels are to be taken ``compiled``; exported
-    programs hold nothing else.
+    Kernels are taken on GPUs that have proven them. ``fastest`` has to weigh the host: beside an H200 a call by Triton
+    took 140 to 350 us of its time, by csrc/cuda 20 to 160, by PyTorch 20 to 110, and no small call costs less. (Since
+    then calls by Triton are repeated, triton/_replay.py, which no GPU has timed.) A compiler fuses PyTorch's own
+    functions, which come first in its graphs unless the kernels are to be taken ``compiled``; exported programs hold
+    nothing else.
     """
     if not proven_gpu() or torch.compiler.is_exporting():
         return ("aten", "reference")
