@@ -18,7 +18,7 @@ def fits(name, entry, found):
     ahead = "3 stages" in name
     if ahead or "2 stages" in name:
         assert found["LDGSTS"] > 0, f"{name} does not ask for the next rows ahead"
-    if not (ahead and found["stack"] <= 40):
+    if not (ahead and found["stack"] <= 40 and not found["local"]):
         plan.keeps_to_registers(name, found)
 
 
