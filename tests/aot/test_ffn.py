@@ -27,15 +27,10 @@ def fits_the_gpu(name, entry, found):
 
 
 def fits(name, entry, found):
-    """No stack forward, little and none of it in a main loop backward; and what fits_the_gpu() asks.
-
-    Little forward, too, where two programs share a multiprocessor of sm_90: on an H200 that is faster than what spills
-    nothing (ffn_fwd's candidates()).
-    """
+    """No stack forward, little and none of it in a main loop backward; and what fits_the_gpu() asks."""
     fits_the_gpu(name, entry, found)
     backward = any(what in name for what in ("ffn_bwd", "gemm dp", "sum_rows"))
-    shared = re.match(r"sm_90 ffn_fwd .* 128x(64|128)x64 .* half$", name)
-    plan.keeps_to_registers(name, found, stack=128 if backward else 64 if shared else 0)
+    plan.keeps_to_registers(name, found, stack=128 if backward else 0)
 
 
 test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests_of(

@@ -70,7 +70,7 @@ def finish(
 ):  # fmt: skip
     """FFN.5's dropout and FFN.6 of columns first + 0, 1, ...: writes h, dp, dg and sums of dp over the tile's rows."""
     p = load_tile(p_ptr, offs_m, first, M, F, p_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
-    h, slope = activate_and_slope(p, ACTIVATION)
+    h, slope = activate_and_slope(p, ACTIVATION, p_ptr.dtype.element_ty == tl.float32)
     width = F.to(tl.int64)
     keep = dh == dh
     if seed_ptr is not None:

@@ -95,7 +95,7 @@ def finish(
         store_strided(p, preact_ptr, offs_m, first, M, F, width, BLOCK_N, ALIGNED)
         if gate_ptr is not None:
             store_strided(g, preact_ptr + F, offs_m, first, M, F, width, BLOCK_N, ALIGNED)
-    h = activate(p, ACTIVATION)
+    h = activate(p, ACTIVATION, hidden_ptr.dtype.element_ty == tl.float32)
     if gate_ptr is not None:
         h *= g
     if seed_ptr is not None:

@@ -78,7 +78,8 @@ def finish(
 
     Behind F both scales are 0, and so is h, but for a row of NaN.
     """
-    h = activate(scaled(p, scale1_ptr, step_ptr, b1_ptr, offs_m, first, M, F, BLOCK_N, F_ALIGNED), ACTIVATION)
+    h = scaled(p, scale1_ptr, step_ptr, b1_ptr, offs_m, first, M, F, BLOCK_N, F_ALIGNED)
+    h = activate(h, ACTIVATION, False)
     if gate_scale_ptr is not None:
         h *= scaled(g, gate_scale_ptr, step_ptr, None, offs_m, first, M, F, BLOCK_N, F_ALIGNED)
     store_tile(h, hidden_ptr, offs_m, first, M, (F + RUN - 1) // RUN * RUN, BLOCK_M, BLOCK_N, RUN)

@@ -28,7 +28,7 @@ from . import _gemm, _launch
 from ._cross_entropy import FEW_ROWS, call_shape, candidates, live_rows, load_target, logits, places
 from ._gemm import PART, Config, columns, gemm, pick, place
 from ._sums import sum_rows
-from ._tile import store_strided
+from ._tile import power_of_e, store_strided
 
 # As in linear_cross_entropy_fwd: two launches of aligned rows, one of others; bias or none, which gradients or not.
 MAX_COMPILATIONS = 3
@@ -62,7 +62,7 @@ def finish(
 ):  # fmt: skip
     """LCE.4 of columns first + 0, 1, ... of a chunk that begins at class ``begin``: writes dz and sums over rows."""
     offs_n = tl.arange(0, BLOCK_N)
-    dz = tl.exp(z - lse[:, None]) - tl.where(offs_n[None, :] == at[:, None], share, 0.0) - even
+    dz = power_of_e(z - lse[:, None]) - tl.where(offs_n[None, :] == at[:, None], share, 0.0) - even
     there = offs_n < V - begin - first
     dz = tl.where(live[:, None] & there[None, :], dz * dloss[:, None], 0.0)
     store_strided(dz, dz_ptr, offs_m, first, count, first + BLOCK_N, dz_stride_m, BLOCK_N, True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import _gemm, _launch
 from ._cross_entropy import FEW_ROWS, call_shape, candidates, live_rows, load_target, logits, places
 from ._gemm import Config
-from ._tile import max_of_rows, sum_of_rows
+from ._tile import max_of_rows, power_of_e, sum_of_rows
 
 # How often linear_cross_entropy_fwd_kernel is compiled at most for one combination of storage type, precision, bias or
 # none and smoothing or none, whatever the shapes: two launches of aligned rows, one of others.
@@ -91,7 +91,7 @@ def linear_cross_entropy_fwd_kernel(
         z = tl.where(there[None, :], z, float("-inf"))
         top = tl.maximum(most, tl.max(z, 1))  # not NaN, which the sum will show
         shift = tl.where(top == float("-inf"), 0.0, top)  # of -inf alone nothing is subtracted
-        powers = powers * tl.exp(most - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
+        powers = powers * power_of_e(most - shift) + tl.sum(power_of_e(z - shift[:, None]), 1)
         most = top
     at = parts_ptr + split.to(tl.int64) * M + offs_m
     step = splits.to(tl.int64) * M
