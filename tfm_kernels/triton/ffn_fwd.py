@@ -95,13 +95,15 @@ def finish(
         store_strided(p, preact_ptr, offs_m, first, M, F, width, BLOCK_N, ALIGNED)
         if gate_ptr is not None:
             store_strided(g, preact_ptr + F, offs_m, first, M, F, width, BLOCK_N, ALIGNED)
-    h = activate(p, ACTIVATION, hidden_ptr.dtype.element_ty == tl.float32)
+    EXACT: tl.constexpr = hidden_ptr.dtype.element_ty == tl.float32
+    h = activate(p, ACTIVATION, EXACT)
     if gate_ptr is not None:
         h *= g
     if seed_ptr is not None:
         row_numbers = load_row_numbers(rows_ptr, offs_m, M)
-        # programs that share a multiprocessor leave no registers
-        keep = keep_tile(seed_ptr, row_numbers, first, last_dropped, BLOCK_M, BLOCK_N, True)
+        # two sums leave no registers, nor do exact activations
+        FRUGAL: tl.constexpr = gate_ptr is not None or EXACT
+        keep = keep_tile(seed_ptr, row_numbers, first, last_dropped, BLOCK_M, BLOCK_N, FRUGAL)
         h = tl.where(keep, h * scale, 0.0)  # a dropped inf or NaN is dropped, not multiplied
     store_strided(h, hidden_ptr, offs_m, first, M, F, F.to(tl.int64), BLOCK_N, ALIGNED)
 
