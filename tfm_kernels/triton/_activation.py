@@ -67,8 +67,8 @@ def twice_u(p):
 def normal_area(p, EXACT: tl.constexpr):
     """0.5 (1 + erf(p / sqrt(2))), the standard normal's area up to p.
 
-    To 6e-8 where it is not to be EXACT, without a branch: erf has one, and the elements of a thread then come one after
-    another. The smaller of p's two areas is 2^(a r(a) - 1) of a = |p|; r was fitted to its absolute error, and from 14
+    To 6e-8 where it is not to be EXACT, by a third of erf's instructions, which is both of its branches for every
+    element. The smaller of p's two areas is 2^(a r(a) - 1) of a = |p|; r was fitted to its absolute error, and from 14
     on the power is 0.
     """
     if EXACT:
