@@ -78,7 +78,8 @@ class Make:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    reads: Sequence[Source] = ()
+    takes: Sequence[tuple[int, Source]] = ()
+    makes: int = 1  # values
 
     def step(self) -> Callable[[Values], None]:
         """What does it."""
@@ -98,9 +99,9 @@ class Operate:
     new: list[int]  # which of its results are values
 
     @property
-    def reads(self) -> Sequence[Source]:
-        """What it takes."""
-        return [source for _, source in self.takes]
+    def makes(self) -> int:
+        """Values."""
+        return len(self.new)
 
     def step(self) -> Callable[[Values], None]:
         """What does it."""
@@ -123,11 +124,7 @@ class Start:
     runner: Callable[..., Any]
     arguments: list[Any]  # None where it takes a source
     takes: list[tuple[int, Source]]  # argument -> source
-
-    @property
-    def reads(self) -> Sequence[Source]:
-        """What it takes."""
-        return [source for _, source in self.takes]
+    makes: int = 0  # values
 
     def step(self) -> Callable[[Values], None]:
         """What does it."""
@@ -162,8 +159,8 @@ class Record:
         for step in self.steps:
             if isinstance(step, Make):
                 makes[place] = step
-            place += len(step.new) if isinstance(step, Operate) else isinstance(step, Make)
-            for source in step.reads:
+            place += step.makes
+            for _, source in step.takes:
                 met[source.place] += not (isinstance(step, Start) and isinstance(source, Whole))
         for source in self.results:
             met[source.place] += 1
@@ -179,10 +176,10 @@ class Record:
         last: dict[int, int] = {}
         place = self.count
         for number, step in enumerate(self.steps):
-            for _ in range(len(step.new) if isinstance(step, Operate) else isinstance(step, Make)):
-                last[place] = number
-                place += 1
-            for source in step.reads:
+            for made in range(place, place + step.makes):
+                last[made] = number
+            place += step.makes
+            for _, source in step.takes:
                 if source.place >= self.count:
                     last[source.place] = number
         for source in self.results:
