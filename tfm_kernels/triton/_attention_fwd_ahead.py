@@ -1,10 +1,7 @@
 """attention_fwd of 16-bit heads on GPUs of compute capability 9, in Gluon.
 
 Method:  as attention_fwd.py, but the next tile's scores are multiplied while this one's weights are computed: Triton's
-         own compiler waits for a product where it begins. A thread of a warp group holds columns 2t, 2t + 1, 2t + 8 and
-         2t + 9 of each 16 of a tile of scores; keys and values lie in shared memory in such an order (``key_of``) that
-         these are four keys that follow each other: one counter of the random rule, and 8 bytes of a bias. So neither
-         moves between threads.
+         own compiler waits for a product where it begins. What is asked of pairs is in _attention_ahead_pairs.py.
 Order:   tiles that the band cuts come first, then those that all rows see; with a keep matrix those of the lists of
          _attention_tiles.py. Keys and values pass through rings of three tiles.
 Limits:  float16, bfloat16; heads of 33 to 128; rows of bias and keep matrix at multiples of 16 bytes.
@@ -23,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ._attention import band, keys_met, near, sequence, tiles_met
+from ._attention import band, finish, is_finite, keys_met, near, sequence, tiles_met, weigh
+from ._attention_ahead_pairs import kept_weights, key_of, scored, words_of
 from ._attention_call import Config
-from ._tile import philox
 
 RING = gl.constexpr(3)  # tiles of keys, and of values, that have a place at once: the stages of all launches
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name since Triton 3.7, and before
@@ -47,34 +44,6 @@ def pick_config(
     if queries <= 64 or block_d == 64:
         return Config(64, 64, block_d, 0, 4, 3, 168 if block_d == 64 else None)
     return Config(128, 64, block_d, 0, num_warps=8, num_stages=3)
-
-
-@gluon.jit
-def key_of(columns):
-    """The key of a tile that each column of its scores is of."""
-    return columns // 16 * 16 + columns % 8 // 2 * 4 + columns % 16 // 8 * 2 + columns % 2
-
-
-@gluon.jit
-def by_four(t, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """A tile of scores as (BLOCK_M, BLOCK_N // 16, 4, 2, 2): four keys that follow each other last, in their order."""
-    return gl.permute(gl.reshape(t, [BLOCK_M, BLOCK_N // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
-
-
-@gluon.jit
-def first_of_four(t, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(BLOCK_M, BLOCK_N // 16, 4) of a tile of scores: that of the first of four keys."""
-    first, _ = gl.split(by_four(t, BLOCK_M, BLOCK_N))
-    first, _ = gl.split(first)
-    return first
-
-
-@gluon.jit
-def four_joined(t0, t1, t2, t3, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """A tile of scores from (BLOCK_M, BLOCK_N // 16, 4) of each of four keys."""
-    t = gl.join(gl.join(t0, t2), gl.join(t1, t3))
-    t = gl.reshape(gl.permute(t, [0, 1, 3, 2, 4]), [BLOCK_M, BLOCK_N])
-    return gl.convert_layout(t, scores, assert_trivial=True)
 
 
 @gluon.jit
@@ -111,109 +80,6 @@ def tile_of(c, count, first, full_first, full_last, last, list_ptr):
 
 
 @gluon.jit
-def pair_words(ptr, m0, n0, tq, tk, stride_t, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What a tile's pairs have in a bias or a keep matrix, of four keys at once: one or two integers of its bytes."""
-    BYTES: gl.constexpr = 4 * ptr.dtype.element_ty.primitive_bitwidth // 8
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores))
-    keys = key_of(columns)
-    some = gl.expand_dims(rows < near(tq - m0, 4096), 1) & gl.expand_dims(keys < near(tk - n0, 4096), 0)
-    offsets = gl.expand_dims(rows * stride_t, 1) + gl.expand_dims(keys, 0)
-    some, offsets = first_of_four(some, BLOCK_M, BLOCK_N), first_of_four(offsets, BLOCK_M, BLOCK_N)
-    ptrs = ptr + m0 * stride_t + n0 + offsets
-    if BYTES == 4:
-        words = gl.load(ptrs.to(gl.pointer_type(gl.int32), bitcast=True), mask=some, other=0)
-        more = words
-    else:
-        ptrs = ptrs.to(gl.pointer_type(gl.int64), bitcast=True)
-        words = gl.load(ptrs, mask=some, other=0)
-        more = words
-        if BYTES == 16:
-            more = gl.load(ptrs + 1, mask=some, other=0)
-    return words, more
-
-
-@gluon.jit
-def bias_of(words, more, kind: gl.constexpr, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """A tile of a bias, float32, of pair_words()."""
-    if kind.primitive_bitwidth == 32:
-        t0, t1 = (words & 0xFFFFFFFF).to(gl.int32), (words >> 32).to(gl.int32)
-        t2, t3 = (more & 0xFFFFFFFF).to(gl.int32), (more >> 32).to(gl.int32)
-    else:
-        lower, upper = (words & 0xFFFFFFFF).to(gl.int32), (words >> 32).to(gl.int32)
-        t0, t1 = lower.to(gl.int16), (lower >> 16).to(gl.int16)
-        t2, t3 = upper.to(gl.int16), (upper >> 16).to(gl.int16)
-    t0, t1 = t0.to(kind, bitcast=True).to(gl.float32), t1.to(kind, bitcast=True).to(gl.float32)
-    t2, t3 = t2.to(kind, bitcast=True).to(gl.float32), t3.to(kind, bitcast=True).to(gl.float32)
-    return four_joined(t0, t1, t2, t3, scores, BLOCK_M, BLOCK_N)
-
-
-@gluon.jit
-def keep_of(words, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """A tile of a keep matrix, bool, of pair_words()."""
-    return four_joined(
-        (words & 0xFF) != 0, (words & 0xFF00) != 0, (words & 0xFF0000) != 0, (words >> 24) != 0, scores, BLOCK_M,
-        BLOCK_N
-    )  # fmt: skip
-
-
-@gluon.jit
-def kept_weights(
-    seed_ptr, first_row, m0, n0, last_dropped, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """(BLOCK_M, BLOCK_N) bool of dropout (_tile.keep_blocks)."""
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores))
-    alike = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, scores)
-    blocks = first_of_four(alike + gl.expand_dims(key_of(columns) // 4, 0), BLOCK_M, BLOCK_N) + n0 // 4
-    rows = first_row + m0 + first_of_four(alike + gl.expand_dims(rows, 1), BLOCK_M, BLOCK_N)
-    upper = ((rows >> 32) & 0xFFFFFFFF).to(gl.uint32)
-    w0, w1, w2, w3 = philox(
-        gl.load(seed_ptr), blocks.to(gl.uint32), (rows & 0xFFFFFFFF).to(gl.uint32), upper, upper * 0
-    )  # fmt: skip
-    least = (last_dropped ^ -0x80000000).to(gl.uint32, bitcast=True)
-    return four_joined(w0 > least, w1 > least, w2 > least, w3 > least, scores, BLOCK_M, BLOCK_N)
-
-
-@gluon.jit
-def hide(x, m0, n0, live, low, high, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Scores, -inf where the band or the length hides a pair."""
-    rows = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores)), 1)
-    columns = gl.expand_dims(key_of(gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))), 0)
-    from_key = rows + near(low - (n0 - m0), 4096)
-    to_key = gl.minimum(rows + near(high - (n0 - m0), 4096), near(live - n0, 4096) - 1)
-    return gl.where((columns >= from_key) & (columns <= to_key), x, float("-inf"))
-
-
-@gluon.jit
-def scored(
-    x, bias_ptr, keep_ptr, bias_words, more_bias, keep_words, m0, n0, live, low, high, scale, MASKED: gl.constexpr,
-    scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """A.1 of a tile of products (_attention_pairs.score_tile)."""
-    if bias_ptr is not None:
-        bias = bias_of(bias_words, more_bias, bias_ptr.dtype.element_ty, scores, BLOCK_M, BLOCK_N)
-        x = gl.where(bias == float("-inf"), float("-inf"), gl.fma(x, x * 0.0 + scale, bias))
-    if MASKED:
-        x = hide(x, m0, n0, live, low, high, scores, BLOCK_M, BLOCK_N)
-        if keep_ptr is not None:
-            x = gl.where(keep_of(keep_words, scores, BLOCK_M, BLOCK_N), x, float("-inf"))
-    return x
-
-
-@gluon.jit
-def weigh(x, sums, tops, step, SEEN: gl.constexpr):
-    """_attention.weigh()."""
-    most = gl.maximum(tops, gl.max(x, 1))
-    shift = most
-    if not SEEN:
-        shift = gl.where(most == float("-inf"), 0.0, most)
-    p = gl.exp2((x - gl.expand_dims(shift, 1)) * step)
-    decay = gl.exp2((tops - shift) * step)
-    return p, sums * decay + gl.sum(p, 1), most, decay
-
-
-@gluon.jit
 def weights_of(
     x, sums, tops, bias_ptr, keep_ptr, seed_ptr, bias_words, more_bias, keep_words, first_row, m0, n0, live, low, high,
     scale, step, last_dropped, kind: gl.constexpr, scores: gl.constexpr, sums_of: gl.constexpr, MASKED: gl.constexpr,
@@ -232,52 +98,40 @@ def weights_of(
 
 
 @gluon.jit
-def words_of(
-    bias_ptr, keep_ptr, m0, n0, tq, tk, bias_stride_t, keep_stride_t, none, scores: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+def attend(
+    x, acc, sums, tops, bias_words, more_bias, keep_words, tile0, tile1, tile2, from_c, to_c, count, first, full_first,
+    full_last, last, list_ptr, q, k, v, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, begin, end, tq, tk,
+    live, low, high, D, DV, k_stride_t, v_stride_t, bias_stride_t, keep_stride_t, scale, step, last_dropped, none,
+    nothing, kind: gl.constexpr, scores: gl.constexpr, sums_of: gl.constexpr, MASKED: gl.constexpr, BLOCK_M:
+    gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """(bias, more of it, keep): pair_words() of a tile, ``none`` where there is no such matrix."""
-    bias_words = none
-    more_bias = none
-    keep_words = none
-    if bias_ptr is not None:
-        bias_words, more_bias = pair_words(bias_ptr, m0, n0, tq, tk, bias_stride_t, scores, BLOCK_M, BLOCK_N)
-    if keep_ptr is not None:
-        keep_words, _ = pair_words(keep_ptr, m0, n0, tq, tk, keep_stride_t, scores, BLOCK_M, BLOCK_N)
-    return bias_words, more_bias, keep_words
+    """Tiles from_c..to_c - 1 of keys, of which none is the last: begins the next one's products, and adds to acc.
 
-
-@gluon.jit
-def advance(
-    x, acc, sums, tops, bias_words, more_bias, keep_words, tile, next_tile, c, count, full_tile, q, k, v, k_ptr, v_ptr,
-    bias_ptr, keep_ptr, seed_ptr, first_row, m0, begin, end, tq, tk, live, low, high, D, DV, k_stride_t, v_stride_t,
-    bias_stride_t, keep_stride_t, scale, step, last_dropped, none, nothing, kind: gl.constexpr, scores: gl.constexpr,
-    sums_of: gl.constexpr, MASKED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """The c-th tile of keys, not the last, whose products x are: begins the next one's, and adds its own to acc.
-
-    ``full_tile`` is the number of the tile whose copies begin.
+    x, bias_words, more_bias and keep_words are the next tile's, and tile0 its number; then tile1 and tile2 follow.
     """
-    async_copy.wait_group(1)  # this tile's values and the next one's keys
-    barrier()
-    fence_async_shared()
-    to = (c + RING - 1) % RING
-    copied = gl.where(c + RING - 1 < count, end, begin)
-    copy_rows(k.index(to), k_ptr, full_tile * BLOCK_N, begin, copied, k_stride_t, D, True, BLOCK_N, BLOCK_D, WARPS)
-    copy_rows(v.index(to), v_ptr, full_tile * BLOCK_N, begin, copied, v_stride_t, DV, True, BLOCK_N, BLOCK_D, WARPS)
-    next_x = warpgroup_mma(q, k.index((c + 1) % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    next_bias, next_more, next_keep = words_of(
-        bias_ptr, keep_ptr, m0, next_tile * BLOCK_N, tq, tk, bias_stride_t, keep_stride_t, none, scores, BLOCK_M,
-        BLOCK_N
-    )  # fmt: skip
-    p, sums, tops, decay = weights_of(
-        x, sums, tops, bias_ptr, keep_ptr, seed_ptr, bias_words, more_bias, keep_words, first_row, m0, tile * BLOCK_N,
-        live, low, high, scale, step, last_dropped, kind, scores, sums_of, MASKED, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    next_acc = warpgroup_mma(p, v.index(c % RING), acc * decay, is_async=True)
-    x, acc = warpgroup_mma_wait(0, [next_x, next_acc])
-    return x, acc, sums, tops, next_bias, next_more, next_keep
+    for c in range(from_c, to_c):
+        tile3 = tile_of(c + 3, count, first, full_first, full_last, last, list_ptr)
+        async_copy.wait_group(1)  # this tile's values and the next one's keys
+        barrier()
+        fence_async_shared()
+        to = (c + RING - 1) % RING
+        copied = gl.where(c + RING - 1 < count, end, begin)
+        copy_rows(k.index(to), k_ptr, tile2 * BLOCK_N, begin, copied, k_stride_t, D, True, BLOCK_N, BLOCK_D, WARPS)
+        copy_rows(v.index(to), v_ptr, tile2 * BLOCK_N, begin, copied, v_stride_t, DV, True, BLOCK_N, BLOCK_D, WARPS)
+        next_x = warpgroup_mma(q, k.index((c + 1) % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        next_bias, next_more, next_keep = words_of(
+            bias_ptr, keep_ptr, m0, tile1 * BLOCK_N, tq, tk, bias_stride_t, keep_stride_t, none, scores, BLOCK_M,
+            BLOCK_N
+        )  # fmt: skip
+        p, sums, tops, decay = weights_of(
+            x, sums, tops, bias_ptr, keep_ptr, seed_ptr, bias_words, more_bias, keep_words, first_row, m0, tile0 *
+            BLOCK_N, live, low, high, scale, step, last_dropped, kind, scores, sums_of, MASKED, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        next_acc = warpgroup_mma(p, v.index(c % RING), acc * decay, is_async=True)
+        x, acc = warpgroup_mma_wait(0, [next_x, next_acc])
+        bias_words, more_bias, keep_words = next_bias, next_more, next_keep
+        tile0, tile1, tile2 = tile1, tile2, tile3
+    return x, acc, sums, tops, bias_words, more_bias, keep_words, tile0, tile1, tile2
 
 
 @gluon.jit
@@ -416,29 +270,20 @@ def attention_fwd_ahead_kernel(
         fence_async_shared()
         x = warpgroup_mma(q, k.index(0).permute((1, 0)), nothing, use_acc=False)
         stop = gl.minimum(cut, count - 1)
-        for c in range(0, stop):
-            tile3 = tile_of(c + 3, count, first, full_first, full_last, last, list_ptr)
-            x, acc, sums, tops, bias_words, more_bias, keep_words = advance(
-                x, acc, sums, tops, bias_words, more_bias, keep_words, tile0, tile1, c, count, tile2, q, k, v, k_ptr,
-                v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, begin, end, tq, tk, live, low, high, D, DV,
-                k_stride_t, v_stride_t, bias_stride_t, keep_stride_t, scale, step, last_dropped, none, nothing, kind,
-                scores, sums_of, True, BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
-            )  # fmt: skip
-            tile0 = tile1
-            tile1 = tile2
-            tile2 = tile3
+        x, acc, sums, tops, bias_words, more_bias, keep_words, tile0, tile1, tile2 = attend(
+            x, acc, sums, tops, bias_words, more_bias, keep_words, tile0, tile1, tile2, 0, stop, count, first,
+            full_first, full_last, last, list_ptr, q, k, v, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0,
+            begin, end, tq, tk, live, low, high, D, DV, k_stride_t, v_stride_t, bias_stride_t, keep_stride_t, scale,
+            step, last_dropped, none, nothing, kind, scores, sums_of, True, BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
+        )  # fmt: skip
         if keep_ptr is None:
-            for c in range(stop, count - 1):
-                tile3 = tile_of(c + 3, count, first, full_first, full_last, last, list_ptr)
-                x, acc, sums, tops, bias_words, more_bias, keep_words = advance(
-                    x, acc, sums, tops, bias_words, more_bias, keep_words, tile0, tile1, c, count, tile2, q, k, v,
-                    k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, begin, end, tq, tk, live, low, high, D,
-                    DV, k_stride_t, v_stride_t, bias_stride_t, keep_stride_t, scale, step, last_dropped, none, nothing,
-                    kind, scores, sums_of, False, BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
-                )  # fmt: skip
-                tile0 = tile1
-                tile1 = tile2
-                tile2 = tile3
+            x, acc, sums, tops, bias_words, more_bias, keep_words, tile0, tile1, tile2 = attend(
+                x, acc, sums, tops, bias_words, more_bias, keep_words, tile0, tile1, tile2, stop, count - 1, count,
+                first, full_first, full_last, last, list_ptr, q, k, v, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr,
+                first_row, m0, begin, end, tq, tk, live, low, high, D, DV, k_stride_t, v_stride_t, bias_stride_t,
+                keep_stride_t, scale, step, last_dropped, none, nothing, kind, scores, sums_of, False, BLOCK_M, BLOCK_N,
+                BLOCK_D, WARPS,
+            )  # fmt: skip
         async_copy.wait_group(0)
         barrier()
         fence_async_shared()
@@ -448,7 +293,7 @@ def attention_fwd_ahead_kernel(
         )  # fmt: skip
         acc = warpgroup_mma(p, v.index((count - 1) % RING), acc * decay)
         if bias_ptr is not None or keep_ptr is not None:
-            if gl.sum(gl.sum(acc * 0.0, 1), 0) != 0.0:
+            if not is_finite(acc):
                 acc, sums, tops = attend_carefully(
                     q, k, v, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, list_ptr, count, first, full_first, full_last,
                     last, first_row, m0, begin, end, tq, tk, live, low, high, D, DV, k_stride_t, v_stride_t,
@@ -458,15 +303,11 @@ def attention_fwd_ahead_kernel(
     async_copy.wait_group(0)  # what is still on its way is nobody's, but its place is the compiler's from here on
     barrier()
 
-    sees = sums != 0.0
-    some = gl.where(sees, sums, 1.0)
-    lse = gl.where(sees, tops * unit + gl.log(some), float("-inf"))
-    offs_m = gl.arange(0, BLOCK_M, rows_of_scores)
+    sums, tops = gl.convert_layout(sums, rows_of_sums), gl.convert_layout(tops, rows_of_sums)
+    out, lse = finish(acc, sums, tops, unit, keep_scale)
+    offs_m = gl.arange(0, BLOCK_M, rows_of_sums)
     lse_ptr += b * lse_stride_b + h * lse_stride_h + q0 + m0
     gl.store(lse_ptr + offs_m, lse, mask=offs_m < near(tq - m0, 4096))
-    factor = gl.convert_layout(keep_scale / some, rows_of_sums)
-    sees = gl.convert_layout(sees, rows_of_sums)
-    out = gl.where(gl.expand_dims(sees, 1), acc * gl.expand_dims(factor, 1), 0.0)
     by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
     out = gl.convert_layout(out.to(kind), by)
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, by))
