@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ._attention import near
+from ._attention_pairs import shown_pairs
 from ._tile import philox
 
 
@@ -112,9 +113,7 @@ def hide(x, m0, n0, live, low, high, scores: gl.constexpr, BLOCK_M: gl.constexpr
     """Scores, -inf where the band or the length hides a pair."""
     rows = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores)), 1)
     columns = gl.expand_dims(key_of(gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))), 0)
-    from_key = rows + near(low - (n0 - m0), 4096)
-    to_key = gl.minimum(rows + near(high - (n0 - m0), 4096), near(live - n0, 4096) - 1)
-    return gl.where((columns >= from_key) & (columns <= to_key), x, float("-inf"))
+    return gl.where(shown_pairs(rows, columns, m0, n0, live, low, high), x, float("-inf"))
 
 
 @gluon.jit
