@@ -59,9 +59,11 @@ def main(
             return _refuse(f"--report must name a folder that holds results, got {options.report}")
         return _report(files, names, STEMS)
     if options.ahead:
-        from tfm_kernels.triton import attention_fwd  # here: a report needs no Triton
+        from tfm_kernels.triton import attention_bwd, attention_fwd  # here: a report needs no Triton
 
-        attention_fwd.AHEAD = True  # in the processes that follow, too, which are forks of this one
+        attention_fwd.AHEAD = attention_bwd.AHEAD = (
+            True  # in the processes that follow, too, which are forks of this one
+        )
     now = ask(read)
     if "refusal" in now:
         return _refuse(now["refusal"])
@@ -123,7 +125,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", action="append", default=[], metavar="STEM", help="only this op; may be repeated")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together; 8 unless told")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go")
-    parser.add_argument("--ahead", action="store_true", help="forward attention by triton/_attention_fwd_ahead.py")
+    parser.add_argument("--ahead", action="store_true", help="attention by Triton's kernels that wait for their proof")
     parser.add_argument("--fresh", action="store_true", help="do everything anew")
     parser.add_argument("--list", action="store_true", help="print the parts and stop")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="print the table of a folder's files and stop")

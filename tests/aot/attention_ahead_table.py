@@ -1,4 +1,4 @@
-"""What Gluon's attention kernel needs of a GPU of compute capability 9: every launch that its pick_config can return.
+"""What Gluon's attention kernels need of a GPU of compute capability 9: every launch that a pick_config can return.
 
 python -m tests.aot.attention_ahead_table    writes tests/aot/attention_ahead.json anew (a minute)
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.aot import table
 from tests.aot.attention_table import ABSENT, DTYPES, extras, in_words, types
 from tests.aot.sass import compile_kernel, figures
-from tfm_kernels.triton import _attention_fwd_ahead
+from tfm_kernels.triton import _attention_bwd_ahead, _attention_fwd_ahead
 
 FILE = Path(__file__).with_name("attention_ahead.json")
 WIDTHS = (64, 128)
@@ -16,6 +16,17 @@ WIDTHS = (64, 128)
 CALLS = (
     (65, "bf16", "plain"), (64, "bf16", "plain"), (65, "fp16", "plain"), (65, "bf16", "dropout"), (65, "bf16", "bias"),
     (65, "bf16", "keep"), (65, "bf16", "full"), (65, "fp16", "full"),
+)  # fmt: skip
+
+
+KERNELS = {
+    "keys": _attention_bwd_ahead.attention_bwd_ahead_keys_kernel,
+    "queries": _attention_bwd_ahead.attention_bwd_ahead_queries_kernel,
+}
+# (keys or queries, storage type, kind)
+BACKWARD = (
+    (65, "bf16", "plain"), (64, "bf16", "plain"), (65, "fp16", "plain"), (65, "bf16", "dropout"),
+    (64, "bf16", "dropout"), (65, "fp16", "dropout"),
 )  # fmt: skip
 
 
@@ -39,7 +50,23 @@ def entries():
                 "kernel": kernel, "types": types(kernel, dtype, ABSENT[kind]), "constexprs": constexprs, "arch": 90,
                 "num_warps": config.num_warps, "max_registers": config.max_registers,
             }  # fmt: skip
+        for name, call in ((name, call) for name in KERNELS for call in BACKWARD):
+            words, entry = backward(name, width, *call)
+            found[words] = entry
     return found
+
+
+def backward(name, width, length, dtype, kind):
+    """(its name, what to compile)."""
+    config = _attention_bwd_ahead.pick_config(name, width, length, kind == "dropout", DTYPES[dtype], (9, 0))
+    constexprs = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d, "OUT_ALIGNED": True,
+        "WARPS": config.num_warps, "HELD": _attention_bwd_ahead.held(name, config),
+    }  # fmt: skip
+    return f"sm_90 attention_bwd_ahead_{name} {in_words(config)} {dtype} {kind}", {
+        "kernel": KERNELS[name], "types": types(KERNELS[name], dtype, ABSENT[kind]), "constexprs": constexprs,
+        "arch": 90, "num_warps": config.num_warps, "max_registers": config.max_registers,
+    }  # fmt: skip
 
 
 def measure(entry):

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ._attention import near
-from ._attention_pairs import shown_pairs
+from ._attention_pairs import keys_shown, shown_pairs
 from ._tile import philox
 
 
@@ -92,7 +92,7 @@ def keep_of(words, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.cons
 
 @gluon.jit
 def kept_weights(
-    seed_ptr, first_row, m0, n0, last_dropped, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+    seed, first_row, m0, n0, last_dropped, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
 ):
     """(BLOCK_M, BLOCK_N) bool of dropout (_tile.keep_blocks)."""
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
@@ -102,18 +102,28 @@ def kept_weights(
     rows = first_row + m0 + first_of_four(alike + gl.expand_dims(rows, 1), BLOCK_M, BLOCK_N)
     upper = ((rows >> 32) & 0xFFFFFFFF).to(gl.uint32)
     w0, w1, w2, w3 = philox(
-        gl.load(seed_ptr), blocks.to(gl.uint32), (rows & 0xFFFFFFFF).to(gl.uint32), upper, upper * 0
+        seed, blocks.to(gl.uint32), (rows & 0xFFFFFFFF).to(gl.uint32), upper, upper * 0
     )  # fmt: skip
     least = (last_dropped ^ -0x80000000).to(gl.uint32, bitcast=True)
     return four_joined(w0 > least, w1 > least, w2 > least, w3 > least, scores, BLOCK_M, BLOCK_N)
 
 
 @gluon.jit
-def hide(x, m0, n0, live, low, high, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Scores, -inf where the band or the length hides a pair."""
+def shown_tile(m0, n0, live, low, high, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(BLOCK_M, BLOCK_N) bool, keys in key_of()'s order: what band and length show."""
     rows = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores)), 1)
     columns = gl.expand_dims(key_of(gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))), 0)
-    return gl.where(shown_pairs(rows, columns, m0, n0, live, low, high), x, float("-inf"))
+    return shown_pairs(rows, columns, m0, n0, live, low, high)
+
+
+@gluon.jit
+def shown_transposed(m0, n0, tq, live, low, high, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(BLOCK_N, BLOCK_M) bool, keys in key_of_row()'s order: what band and length show to queries that there are."""
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))
+    columns = gl.expand_dims(key_of_row(gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores))), 1)
+    from_key, to_key = keys_shown(rows, m0, n0, live, low, high)
+    length = gl.where(rows < near(tq - m0, 4096), gl.maximum(to_key - from_key + 1, 0), 0)
+    return (columns - gl.expand_dims(from_key, 0)).to(gl.uint32) < gl.expand_dims(length, 0).to(gl.uint32)
 
 
 @gluon.jit
@@ -126,7 +136,7 @@ def scored(
         bias = bias_of(bias_words, more_bias, bias_ptr.dtype.element_ty, scores, BLOCK_M, BLOCK_N)
         x = gl.where(bias == float("-inf"), float("-inf"), gl.fma(x, x * 0.0 + scale, bias))
     if MASKED:
-        x = hide(x, m0, n0, live, low, high, scores, BLOCK_M, BLOCK_N)
+        x = gl.where(shown_tile(m0, n0, live, low, high, scores, BLOCK_M, BLOCK_N), x, float("-inf"))
         if keep_ptr is not None:
             x = gl.where(keep_of(keep_words, scores, BLOCK_M, BLOCK_N), x, float("-inf"))
     return x
@@ -146,3 +156,78 @@ def words_of(
     if keep_ptr is not None:
         keep_words, _ = pair_words(keep_ptr, m0, n0, tq, tk, keep_stride_t, scores, BLOCK_M, BLOCK_N)
     return bias_words, more_bias, keep_words
+
+
+@gluon.jit
+def key_of_row(rows):
+    """The key of a tile that each row of its transposed scores (keys, queries) is of.
+
+    A thread of a warp group holds rows g and g + 8 of each 16: two keys that follow each other, and the thread four
+    lanes on the two beside them.
+    """
+    return rows // 16 * 16 + rows % 8 * 2 + rows % 16 // 8
+
+
+@gluon.jit
+def by_two(t, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
+    """A tile of transposed scores as (BLOCK_N // 2, BLOCK_M, 2): two keys that follow each other last."""
+    t = gl.permute(gl.reshape(t, [BLOCK_N // 16, 2, 8, BLOCK_M]), [0, 2, 3, 1])
+    return gl.reshape(t, [BLOCK_N // 2, BLOCK_M, 2])
+
+
+@gluon.jit
+def half_of_two(t, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(BLOCK_N // 2, BLOCK_M // 16, 8) of a tile of transposed scores: the first of two keys, 8 queries of 16."""
+    first, _ = gl.split(by_two(t, BLOCK_N, BLOCK_M))
+    first = gl.permute(gl.reshape(first, [BLOCK_N // 2, BLOCK_M // 16, 2, 8]), [0, 1, 3, 2])
+    first, _ = gl.split(first)
+    return first
+
+
+@gluon.jit
+def kept_transposed(
+    seed, first_row, m0, n0, last_dropped, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """(BLOCK_N // 2, 4) int32 each: dropout (_tile.keep_blocks) of a tile of transposed scores, keys in key_of_row()'s
+    order, of the first and of the second 8 queries of each 16; kept_of() makes a tile of them.
+
+    Two threads hold the four keys of a counter: each draws for half of their queries, and they exchange the answers.
+    """
+    alike = gl.zeros([BLOCK_N, BLOCK_M], gl.int32, scores)
+    rows = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores)), 1)
+    columns = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores)), 0)
+    pairs = half_of_two(alike + (rows // 16 * 8 + rows % 8), BLOCK_N, BLOCK_M)  # of keys
+    columns = half_of_two(alike + columns, BLOCK_N, BLOCK_M)
+    queries = first_row + m0 + (columns + pairs % 2 * 8)
+    upper = ((queries >> 32) & 0xFFFFFFFF).to(gl.uint32)
+    blocks = (pairs // 2 + n0 // 4).to(gl.uint32)
+    w0, w1, w2, w3 = philox(seed, blocks, (queries & 0xFFFFFFFF).to(gl.uint32), upper, upper * 0)
+    least = (last_dropped ^ -0x80000000).to(gl.uint32, bitcast=True)
+    own = gl.where(w0 > least, 1, 0) + gl.where(w1 > least, 2, 0)
+    own = own + gl.where(w2 > least, 4, 0) + gl.where(w3 > least, 8, 0)
+    own = own << (columns // 16 * 8 + columns % 2 * 4)
+    own = gl.sum(gl.sum(gl.reshape(own, [BLOCK_N // 2, BLOCK_M // 16, 4, 2]), 3), 1)
+    other = gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 4, 31, -1;", "=r,r", [own], gl.int32, is_pure=False, pack=1
+    )  # of the pair beside this one, which is odd where this one is even, for the other queries
+    odd = gl.max(gl.max(gl.reshape(pairs % 2, [BLOCK_N // 2, BLOCK_M // 16, 4, 2]), 3), 1)
+    first = gl.where(odd == 0, own, other) >> (odd * 2)
+    second = gl.where(odd == 0, other, own) >> (odd * 2)
+    return first, second
+
+
+@gluon.jit
+def kept_of(first, second, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(BLOCK_N, BLOCK_M) bool of kept_transposed()."""
+    alike = gl.zeros([BLOCK_N, BLOCK_M], gl.int32, scores)
+    columns = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores)), 0)
+    columns = half_of_two(alike + columns, BLOCK_N, BLOCK_M)
+    ones = gl.reshape(1 << (columns // 16 * 8 + columns % 2 * 4), [BLOCK_N // 2, BLOCK_M // 16, 4, 2])
+    first = gl.expand_dims(gl.expand_dims(first, 1), 3)
+    second = gl.expand_dims(gl.expand_dims(second, 1), 3)
+    t0 = gl.join((first & ones) != 0, (second & ones) != 0)
+    t1 = gl.join((first & (ones << 1)) != 0, (second & (ones << 1)) != 0)
+    t = gl.permute(gl.join(t0, t1), [0, 5, 1, 4, 2, 3])  # pair, key, 16 queries, 8, 2, 1
+    t = gl.reshape(t, [BLOCK_N // 16, 8, 2, BLOCK_M])
+    t = gl.reshape(gl.permute(t, [0, 2, 1, 3]), [BLOCK_N, BLOCK_M])
+    return gl.convert_layout(t, scores, assert_trivial=True)

@@ -51,6 +51,18 @@ def along_rows(row, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def weight_of(power):
+    """2^min(power, 0), NaN where it is."""
+    return tl.exp2(tl.minimum(power, 0.0, propagate_nan=tl.PropagateNan.ALL))  # which without a word drops the NaN
+
+
+@triton.jit
+def at_least_0(p):
+    """max(p, 0), NaN where p is."""
+    return tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def gradient_tile(
     dots, products, top, shift, offset, delta, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, tq, tk, live, low, high,
     bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped,
@@ -66,7 +78,7 @@ def gradient_tile(
         power = tl.fma(x - along_rows(top, TRANSPOSED), step, -along_rows(shift, TRANSPOSED))
     else:
         power = tl.fma(x, step, -along_rows(offset, TRANSPOSED))
-    p = tl.exp2(tl.minimum(power, 0.0, propagate_nan=tl.PropagateNan.ALL))  # which without a word drops the NaN
+    p = weight_of(power)
     hidden = x == float("-inf")
     dropped = p
     if seed_ptr is not None:

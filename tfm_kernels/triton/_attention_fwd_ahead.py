@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ._attention import band, finish, is_finite, keys_met, near, sequence, tiles_met, weigh
-from ._attention_ahead_pairs import kept_weights, key_of, scored, words_of
+from ._attention_ahead_pairs import kept_weights, scored, words_of
+from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, barrier, copy_rows, store_rows
 from ._attention_call import Config
 
 RING = gl.constexpr(3)  # tiles of keys, and of values, that have a place at once: the stages of all launches
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name since Triton 3.7, and before
 
 
 def pick_config(
@@ -44,27 +44,6 @@ def pick_config(
     if queries <= 64 or block_d == 64:
         return Config(64, 64, block_d, 0, 4, 3, 168 if block_d == 64 else None)
     return Config(128, 64, block_d, 0, num_warps=8, num_stages=3)
-
-
-@gluon.jit
-def copy_rows(
-    to, ptr, first, begin, end, stride_t, D, KEYS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Begins to copy rows first + 0, 1, ... of one head to shared memory, KEYS in key_of()'s order; 0 beyond D and
-    outside begin..end - 1.
-    """
-    RUNS: gl.constexpr = BLOCK_D // 8  # of 16 bytes
-    by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // RUNS, RUNS], [WARPS, 1], [1, 0])
-    offs_t = gl.arange(0, BLOCK_T, gl.SliceLayout(1, by))
-    offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, by))
-    if KEYS:
-        offs_t = key_of(offs_t)
-    rows = (offs_t >= near(begin - first, 4096)) & (offs_t < near(end - first, 4096))
-    mask = gl.expand_dims(rows, 1) & gl.expand_dims(offs_d < D // 8 * 8, 0)
-    ptrs = ptr + first * stride_t + gl.expand_dims(offs_t * stride_t, 1) + gl.expand_dims(offs_d, 0)
-    async_copy.async_copy_global_to_shared(to, gl.multiple_of(ptrs, [1, 16]), mask=mask)
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -92,7 +71,7 @@ def weights_of(
     )  # fmt: skip
     p, sums, tops, decay = weigh(x, sums, tops, step, not MASKED and bias_ptr is None)
     if seed_ptr is not None:
-        p = gl.where(kept_weights(seed_ptr, first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N), p, 0.0)
+        p = gl.where(kept_weights(gl.load(seed_ptr), first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N), p, 0.0)
     p = gl.convert_layout(p.to(kind), gl.DotOperandLayout(0, sums_of, 2))
     return p, sums, tops, gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, sums_of)), 1)
 
@@ -116,8 +95,8 @@ def attend(
         fence_async_shared()
         to = (c + RING - 1) % RING
         copied = gl.where(c + RING - 1 < count, end, begin)
-        copy_rows(k.index(to), k_ptr, tile2 * BLOCK_N, begin, copied, k_stride_t, D, True, BLOCK_N, BLOCK_D, WARPS)
-        copy_rows(v.index(to), v_ptr, tile2 * BLOCK_N, begin, copied, v_stride_t, DV, True, BLOCK_N, BLOCK_D, WARPS)
+        copy_rows(k.index(to), k_ptr, tile2 * BLOCK_N, begin, copied, k_stride_t, D, BY_FOUR, BLOCK_N, BLOCK_D, WARPS)
+        copy_rows(v.index(to), v_ptr, tile2 * BLOCK_N, begin, copied, v_stride_t, DV, BY_FOUR, BLOCK_N, BLOCK_D, WARPS)
         next_x = warpgroup_mma(q, k.index((c + 1) % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)
         next_bias, next_more, next_keep = words_of(
             bias_ptr, keep_ptr, m0, tile1 * BLOCK_N, tq, tk, bias_stride_t, keep_stride_t, none, scores, BLOCK_M,
@@ -149,8 +128,8 @@ def attend_carefully(
     for c in range(0, count):
         n0 = tile_of(c, count, first, full_first, full_last, last, list_ptr) * BLOCK_N
         barrier()
-        copy_rows(k.index(0), k_ptr, n0, begin, end, k_stride_t, D, True, BLOCK_N, BLOCK_D, WARPS)
-        copy_rows(v.index(0), v_ptr, n0, begin, end, v_stride_t, DV, True, BLOCK_N, BLOCK_D, WARPS)
+        copy_rows(k.index(0), k_ptr, n0, begin, end, k_stride_t, D, BY_FOUR, BLOCK_N, BLOCK_D, WARPS)
+        copy_rows(v.index(0), v_ptr, n0, begin, end, v_stride_t, DV, BY_FOUR, BLOCK_N, BLOCK_D, WARPS)
         bias_words, more_bias, keep_words = words_of(
             bias_ptr, keep_ptr, m0, n0, tq, tk, bias_stride_t, keep_stride_t, none, scores, BLOCK_M, BLOCK_N
         )
@@ -247,12 +226,12 @@ def attention_fwd_ahead_kernel(
     q = gl.allocate_shared_memory(kind, [BLOCK_M, BLOCK_D], queries)
     k = gl.allocate_shared_memory(kind, [RING, BLOCK_N, BLOCK_D], keys)
     v = gl.allocate_shared_memory(kind, [RING, BLOCK_N, BLOCK_D], keys)
-    copy_rows(q, q_ptr, m0, m0, tq, q_stride_t, D, False, BLOCK_M, BLOCK_D, WARPS)
+    copy_rows(q, q_ptr, m0, m0, tq, q_stride_t, D, AS_THEY_ARE, BLOCK_M, BLOCK_D, WARPS)
     for place in gl.static_range(2):
         n0 = tile_of(place, count, first, full_first, full_last, last, list_ptr) * BLOCK_N
         copied = gl.where(place < count, end, begin)
-        copy_rows(k.index(place), k_ptr, n0, begin, copied, k_stride_t, D, True, BLOCK_N, BLOCK_D, WARPS)
-        copy_rows(v.index(place), v_ptr, n0, begin, copied, v_stride_t, DV, True, BLOCK_N, BLOCK_D, WARPS)
+        copy_rows(k.index(place), k_ptr, n0, begin, copied, k_stride_t, D, BY_FOUR, BLOCK_N, BLOCK_D, WARPS)
+        copy_rows(v.index(place), v_ptr, n0, begin, copied, v_stride_t, DV, BY_FOUR, BLOCK_N, BLOCK_D, WARPS)
 
     sums = gl.zeros([BLOCK_M], gl.float32, rows_of_scores)
     tops = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_of_scores)
@@ -308,16 +287,5 @@ def attention_fwd_ahead_kernel(
     offs_m = gl.arange(0, BLOCK_M, rows_of_sums)
     lse_ptr += b * lse_stride_b + h * lse_stride_h + q0 + m0
     gl.store(lse_ptr + offs_m, lse, mask=offs_m < near(tq - m0, 4096))
-    by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
-    out = gl.convert_layout(out.to(kind), by)
-    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, by))
-    offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, by))
-    width = OUT_D
-    if OUT_ALIGNED:
-        width = OUT_D // 8 * 8
-    mask = gl.expand_dims(offs_m < near(tq - m0, 4096), 1) & gl.expand_dims(offs_d < width, 0)
-    out_ptr += b * out_stride_b + h * out_stride_h + (q0 + m0) * out_stride_t
-    ptrs = out_ptr + gl.expand_dims(offs_m * out_stride_t, 1) + gl.expand_dims(offs_d, 0)
-    if OUT_ALIGNED:
-        ptrs = gl.multiple_of(ptrs, [1, 16])
-    gl.store(ptrs, out, mask=mask)
+    out_ptr += b * out_stride_b + h * out_stride_h + q0 * out_stride_t
+    store_rows(out, out_ptr, m0, tq, out_stride_t, OUT_D, AS_THEY_ARE, OUT_ALIGNED, BLOCK_M, BLOCK_D, WARPS)

@@ -34,6 +34,8 @@ KERNELS = ("rows", "keys", "queries", "bias")
 # shapes: five head widths, the widest in two parts; rows of results, of bias and of keep that are aligned or not; four
 # kinds of broadcast of a bias.
 MAX_COMPILATIONS = 40
+# Whether calls that _attention_bwd_ahead.py can do are done there, as in attention_fwd.py.
+AHEAD = False
 MOST_SPLITS = 64  # of a bias gradient's sums over sequences and heads
 
 
@@ -134,6 +136,8 @@ def attention_bwd(
             out_ptr=saved, lse_ptr=lse.contiguous(), dlse_ptr=None if dlse is None else dlse.contiguous(), **shared,
             **call.strides("out", saved),
         )  # fmt: skip
+        if AHEAD and pass_back_ahead(call, capability, shared, dq, dk, dv):
+            return dq, dk, dv, dbias
         config = configs["keys"]
         lists = call.keep_tiles(config.block_m, config.block_n, of_keys=True)
         for part in PARTS[config.block_d == 256]:
@@ -154,6 +158,15 @@ def attention_bwd(
         if need_bias and not own_dbias:
             dbias = _broadcast_dbias(call, configs["bias"], dbias, shared, capability)
     return dq, dk, dv, dbias
+
+
+def pass_back_ahead(
+    call: Call, capability: tuple[int, int], shared: dict[str, Any], dq: Tensor, dk: Tensor, dv: Tensor
+) -> bool:
+    """pass_back() of _attention_bwd_ahead.py."""
+    from ._attention_bwd_ahead import pass_back  # Gluon, which is Triton's experiment: not for every import
+
+    return pass_back(call, capability, shared, dq, dk, dv)
 
 
 def splits_of(programs: int, sharing: int, multiprocessors: int) -> int:

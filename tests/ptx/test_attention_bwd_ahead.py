@@ -1,0 +1,163 @@
+"""_attention_bwd_ahead.py, Gluon's backward kernels for GPUs of compute capability 9, which run where AHEAD is set."""
+
+import math
+
+import pytest
+import torch
+
+from tests.cases import report_case
+from tests.ptx.chosen import marked_cases
+from tests.ptx.test_attention_ahead import drawn, fitting
+from tfm_kernels import Mask, ops
+from tfm_kernels.testing import assert_contract, invariance
+from tfm_kernels.triton import _attention_bwd_ahead, attention_bwd
+
+KERNELS = {"attention_bwd_ahead_keys_kernel", "attention_bwd_ahead_queries_kernel"}
+OTHERS = {"attention_bwd_keys_kernel", "attention_bwd_queries_kernel"}
+QUICK = 6
+CASES = [
+    pytest.param(p.values[0], id=p.id, marks=() if number < QUICK else pytest.mark.slow)
+    for ops_of in (("attention",), ("attention_varlen",))
+    for number, p in enumerate(filter(fitting, marked_cases(ops_of)))
+]
+
+
+@pytest.fixture(autouse=True)
+def ahead(monkeypatch):
+    monkeypatch.setattr(attention_bwd, "AHEAD", True)
+
+
+def own(gpu):
+    """Whether the last call went backward by Gluon's kernels alone."""
+    return KERNELS <= set(gpu.launches) and not OTHERS & set(gpu.launches)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_contract(case, gpu):
+    report_case(case, "triton").raise_broken()
+    empty = any(isinstance(level, tuple) and 0 in level for level in case.levels.values())
+    launched = (KERNELS | OTHERS) & set(gpu.launches)
+    assert launched in (KERNELS, OTHERS) or empty or case.levels.get("segments") in ("no_keys", "none")
+
+
+def masks(queries, keys):
+    return {
+        "plain": {},
+        "causal": {"mask": Mask.causal()},
+        "window": {"mask": Mask.window(100, 20)},
+        "lengths": {"mask": Mask.lengths(torch.tensor([keys * 3 // 7]))},
+        "dropout": {"dropout_p": 0.3, "seed": torch.tensor(2**40 + 3)},
+        "all": {
+            "mask": Mask.causal("bottom_right") & Mask.lengths(torch.tensor([keys * 6 // 7])), "dropout_p": 0.3,
+            "seed": torch.tensor(7),
+        },
+        "all_dropped": {"dropout_p": 1.0, "seed": torch.tensor(7)},
+    }  # fmt: skip
+
+
+MANY = (150, 464)  # queries and keys: tiles whole and not, more than twice around the rings
+FEW = (60, 40)  # one warp group
+
+
+WIDTHS = {64: torch.bfloat16, 104: torch.float16, 128: torch.bfloat16}
+TILES = [
+    pytest.param(dtype, width, more, marks=() if width == 64 or more in ("plain", "all") else pytest.mark.slow)
+    for width, dtype in WIDTHS.items()
+    for more in masks(0, 0)
+]
+
+
+@pytest.mark.parametrize("dtype, width, more", TILES, ids=str)
+def test_many_tiles(dtype, width, more, gpu):
+    for queries, keys in (MANY, MANY[::-1], FEW):
+        given = {**drawn(dtype, width, queries, keys), **masks(queries, keys)[more]}
+        assert_contract("attention", given, "triton")
+        assert own(gpu)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("width", [64, 128])
+def test_groups_of_heads(width, p, gpu):
+    given = {**drawn(torch.bfloat16, width, *MANY, heads=6), "mask": Mask.causal()}
+    given["key"], given["value"] = (given[name][:, :2] for name in ("key", "value"))
+    given |= {"dropout_p": p, "seed": torch.tensor(3)} if p else {}
+    assert_contract("attention", given, "triton")
+    assert own(gpu)
+
+
+@pytest.mark.parametrize("more", ["causal", "lengths", "window"])
+def test_nan_that_nobody_sees(more, gpu):
+    given = {**drawn(torch.bfloat16, 64, *MANY), **masks(*MANY)[more]}
+    invariance.assert_hidden_keys_unread(given, "triton")
+    assert own(gpu)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("width", [64, 128])
+def test_nan_where_it_is_seen(width, p, gpu):
+    """A query row of NaN: NaN in that row, and in the gradients of the keys that it sees, of no others."""
+    given = drawn(torch.bfloat16, width, 200, 200)
+    given["query"][0, 1, 90] = math.nan
+    leaves = [t.requires_grad_() for t in given.values()]
+    more = {"dropout_p": p, "seed": torch.tensor(3)} if p else {}
+    out = ops.attention(*leaves, Mask.causal(), **more, backend="triton")
+    dq, dk, dv = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert own(gpu) and dq[0, 1, 90].isnan().all()
+    for gradient in (dk, dv):
+        assert gradient[0, 0, :91].isnan().all() and gradient[0, 0, 91:].isfinite().all()
+    dq[0, 1, 90] = 0.0
+    assert dq.isfinite().all()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("width", [64, 128])
+def test_scores_of_any_size(width, p, gpu):
+    """Rows so far from 0 that their offset is NaN are met once more."""
+    for factor in (300.0, 1e4):
+        given = drawn(torch.bfloat16, width, 100, 300)
+        given["query"], given["key"] = given["query"] * factor, given["key"] * factor
+        given |= {"dropout_p": p, "seed": torch.tensor(3)} if p else {}
+        assert_contract("attention", given, "triton")
+        assert own(gpu)
+
+
+def test_repeats_bit_for_bit(gpu):
+    """Whatever the order in which the machine's warps run."""
+    given = {**drawn(torch.bfloat16, 64, *MANY), "dropout_p": 0.1, "seed": torch.tensor(5)}
+    found = []
+    for turn in range(2):
+        gpu.begin(seed=gpu.seed + turn)
+        leaves = [given[name].clone().requires_grad_() for name in ("query", "key", "value")]
+        out = ops.attention(*leaves, dropout_p=0.1, seed=given["seed"], backend="triton")
+        found.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+        assert own(gpu)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_which_calls_are_its_own():
+    pick = _attention_bwd_ahead.pick_config
+    for kernel in ("keys", "queries"):
+        for dim in (33, 64, 65, 128):
+            for length in (1, 64, 65):
+                for dropped in (False, True):
+                    config = pick(kernel, dim, length, dropped, torch.bfloat16, (9, 0))
+                    stays = config.block_n if kernel == "keys" else config.block_m
+                    assert config.block_d >= dim and stays == 16 * config.num_warps  # a warp has 16 rows of a product
+        others = [
+            (32, 100, False, torch.bfloat16, (9, 0)), (129, 100, False, torch.bfloat16, (9, 0)),
+            (64, 100, False, torch.float32, (9, 0)), (64, 100, True, torch.bfloat16, (8, 0)),
+            (64, 100, True, torch.bfloat16, (10, 0)),
+        ]  # fmt: skip
+        assert not any(pick(kernel, *call) for call in others)
+
+
+@pytest.mark.parametrize("more", [{"bias": torch.zeros(1, 1, *FEW)}, {"mask": Mask.keep(torch.ones(1, 1, *FEW) > 0)}])
+def test_bias_and_keep_go_elsewhere(more, gpu):
+    assert_contract("attention", {**drawn(torch.bfloat16, 64, *FEW), **more}, "triton")
+    assert OTHERS <= set(gpu.launches) and not KERNELS & set(gpu.launches)
+
+
+def test_left_alone_elsewhere(monkeypatch, gpu):
+    monkeypatch.setattr(attention_bwd, "AHEAD", False)
+    assert_contract("attention", drawn(torch.bfloat16, 64, *FEW), "triton")
+    assert not KERNELS & set(gpu.launches)

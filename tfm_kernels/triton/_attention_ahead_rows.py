@@ -1,0 +1,77 @@
+"""Rows of heads on their way to and from shared memory: what Gluon's attention kernels share.
+
+Rows lie there in one of the orders of _attention_ahead_pairs.py.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from ._attention import near
+from ._attention_ahead_pairs import key_of, key_of_row
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name since Triton 3.7, and before
+RING = gl.constexpr(4)  # tiles that have a place at once where the backward's pass
+AS_THEY_ARE, BY_FOUR, BY_TWO = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
+
+@gluon.jit
+def place_of(offs_t, ORDER: gl.constexpr):
+    """The row that lies at each place of a tile."""
+    if ORDER == BY_FOUR:
+        offs_t = key_of(offs_t)
+    if ORDER == BY_TWO:
+        offs_t = key_of_row(offs_t)
+    return offs_t
+
+
+@gluon.jit
+def copy_rows(
+    to, ptr, first, begin, end, stride_t, D, ORDER: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr,
+    WARPS: gl.constexpr, chosen=None,
+):  # fmt: skip
+    """Begins to copy rows first + 0, 1, ... of one head to shared memory; 0 beyond D, outside begin..end - 1, and in
+    rows that are not ``chosen`` (BLOCK_T,) bool, in their places.
+    """
+    RUNS: gl.constexpr = BLOCK_D // 8  # of 16 bytes
+    by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // RUNS, RUNS], [WARPS, 1], [1, 0])
+    offs_t = place_of(gl.arange(0, BLOCK_T, gl.SliceLayout(1, by)), ORDER)
+    offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, by))
+    rows = (offs_t >= near(begin - first, 4096)) & (offs_t < near(end - first, 4096))
+    if chosen is not None:
+        rows = rows & chosen
+    mask = gl.expand_dims(rows, 1) & gl.expand_dims(offs_d < D // 8 * 8, 0)
+    ptrs = ptr + first * stride_t + gl.expand_dims(offs_t * stride_t, 1) + gl.expand_dims(offs_d, 0)
+    async_copy.async_copy_global_to_shared(to, gl.multiple_of(ptrs, [1, 16]), mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def store_rows(
+    value, ptr, first, end, stride_t, D, ORDER: gl.constexpr, ALIGNED: gl.constexpr, BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Writes rows first + 0, 1, ... < end of one head, rounded once to its type."""
+    by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
+    value = gl.convert_layout(value.to(ptr.dtype.element_ty), by)
+    offs_t = place_of(gl.arange(0, BLOCK_T, gl.SliceLayout(1, by)), ORDER)
+    offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, by))
+    width = D
+    if ALIGNED:
+        width = D // 8 * 8
+    mask = gl.expand_dims(offs_t < near(end - first, 4096), 1) & gl.expand_dims(offs_d < width, 0)
+    ptrs = ptr + first * stride_t + gl.expand_dims(offs_t * stride_t, 1) + gl.expand_dims(offs_d, 0)
+    if ALIGNED:
+        ptrs = gl.multiple_of(ptrs, [1, 16])
+    gl.store(ptrs, value, mask=mask)
+
+
+@gluon.jit
+def copy_numbers(to, ptr, first, end, BLOCK_T: gl.constexpr, WARPS: gl.constexpr):
+    """Begins to copy one of the 8 float32 that each row of a head has to shared memory; 0 from row ``end`` on."""
+    offs_t = gl.arange(0, BLOCK_T, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    ptrs = ptr + first.to(gl.int64) * 8 + offs_t * 8
+    async_copy.async_copy_global_to_shared(to, ptrs, mask=offs_t < near(end - first, 4096))
+    async_copy.commit_group()

@@ -1,0 +1,274 @@
+"""dk and dv of attention with 16-bit heads on GPUs of compute capability 9, in Gluon.
+
+Method:  as _attention_bwd_keys.py, but no product is waited for before what can be done beside it: while a tile's
+         weights are computed its dout v^T is multiplied, while its dx is computed its dv and the next tile's q k^T.
+Order:   tiles that the band cuts come first, then those that see all keys; queries and dout pass through rings of four
+         tiles. A warp group keeps 64 keys, in registers where heads are narrow: its products then read half as much.
+Limits:  float16, bfloat16; heads of 33 to 128; no bias, no keep matrix.
+Source:  own work, after Shah et al. 2024, arXiv:2407.08608, and Dao 2023, arXiv:2307.08691, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from ._attention import band, is_finite, near, queries_met, sequence, tiles_met
+from ._attention_ahead_pairs import kept_of, kept_transposed, key_of_row, shown_transposed
+from ._attention_ahead_rows import AS_THEY_ARE, BY_TWO, RING, barrier, copy_numbers, copy_rows, store_rows
+from ._attention_bwd_ahead_tile import gradient_of, marked, negative, tile_of
+from ._attention_bwd_tile import DELTA, OFFSET, SHIFT, TOP, at_least_0
+
+
+@gluon.jit
+def copy_tile(
+    c, count, first, full_first, full_last, last, q, dout, offsets, deltas, q_ptr, dout_ptr, statistics_ptr, begin, end,
+    tq, D, DV, q_stride_t, dout_stride_t, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Begins to copy the c-th tile of queries to its place in the rings; zeros where there is none."""
+    m0 = tile_of(c, first, full_first, full_last, last) * BLOCK_M
+    to = c % RING
+    end = gl.where(c < count, end, begin)
+    copy_rows(q.index(to), q_ptr, m0, begin, end, q_stride_t, D, AS_THEY_ARE, BLOCK_M, BLOCK_D, WARPS)
+    copy_rows(dout.index(to), dout_ptr, m0, begin, end, dout_stride_t, DV, AS_THEY_ARE, BLOCK_M, BLOCK_D, WARPS)
+    exists = gl.where(c < count, tq, 0)
+    copy_numbers(offsets.index(to), statistics_ptr + OFFSET, m0, exists, BLOCK_M, WARPS)
+    copy_numbers(deltas.index(to), statistics_ptr + DELTA, m0, exists, BLOCK_M, WARPS)
+
+
+@gluon.jit
+def meet(
+    from_c, to_c, dk, dv, k, v, q, dout, offsets, deltas, count, first, full_first, full_last, last, q_ptr, dout_ptr,
+    statistics_ptr, seed_ptr, first_row, n0, begin, end, tq, live, low, high, D, DV, q_stride_t, dout_stride_t, step,
+    unscale, last_dropped, nothing, scores: gl.constexpr, sums_of: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Adds tiles from_c..to_c - 1 of queries to dk and dv, both without their scales."""
+    kind: gl.constexpr = q.dtype
+    DROPPED: gl.constexpr = seed_ptr is not None
+    dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+    for c in range(from_c, to_c):
+        m0 = tile_of(c, first, full_first, full_last, last) * BLOCK_M
+        async_copy.wait_group(4)  # all but the next tile
+        barrier()
+        fence_async_shared()
+        copy_tile(
+            c + 2, count, first, full_first, full_last, last, q, dout, offsets, deltas, q_ptr, dout_ptr, statistics_ptr,
+            begin, end, tq, D, DV, q_stride_t, dout_stride_t, BLOCK_M, BLOCK_D, WARPS,
+        )  # fmt: skip
+        x = warpgroup_mma(k, q.index(c % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        products = warpgroup_mma(v, dout.index(c % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        first_kept = 0
+        second_kept = 0
+        if DROPPED:
+            first_kept, second_kept = kept_transposed(
+                gl.load(seed_ptr), first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N
+            )
+        x, dv, dk = warpgroup_mma_wait(1, [x, dv, dk])
+        offset = offsets.index(c % RING).load(gl.SliceLayout(0, scores))
+        shown = x
+        if MASKED:
+            shown = shown_transposed(m0, n0, tq, live, low, high, scores, BLOCK_M, BLOCK_N)
+        power = gl.fma(x, step, negative(gl.expand_dims(offset, 0)))
+        kept = x
+        if DROPPED:
+            kept = kept_of(first_kept, second_kept, scores, BLOCK_M, BLOCK_N)
+        p = marked(power, shown, kept, MASKED, DROPPED)
+        dropped = at_least_0(p)
+        dropped = gl.convert_layout(dropped.to(kind), gl.DotOperandLayout(0, sums_of, 2))
+        dv = warpgroup_mma(dropped, dout.index(c % RING), dv, is_async=True)
+        products = warpgroup_mma_wait(1, [products])
+        delta = deltas.index(c % RING).load(gl.SliceLayout(0, scores))
+        if DROPPED:
+            delta = delta * unscale
+        dx = gradient_of(p, products, gl.expand_dims(delta, 0), MASKED, DROPPED)
+        dx = gl.convert_layout(dx.to(kind), gl.DotOperandLayout(0, sums_of, 2))
+        dk = warpgroup_mma(dx, q.index(c % RING), dk, is_async=True)
+    return warpgroup_mma_wait(0, [dk, dv])
+
+
+@gluon.jit
+def meet_carefully(
+    c, dk, dv, k, v, q, dout, q_ptr, dout_ptr, statistics_ptr, seed_ptr, first_row, n0, tq, live, low, high, D, DV,
+    q_stride_t, dout_stride_t, step, unscale, last_dropped, nothing, scores: gl.constexpr, sums_of: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Adds the tile of queries c once more: exact weights, and rows as 0 that count for nothing."""
+    kind: gl.constexpr = q.dtype
+    DROPPED: gl.constexpr = seed_ptr is not None
+    by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
+    m0 = c * BLOCK_M
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, by))
+    of_rows = gl.load(statistics_ptr + TOP + (m0 + rows).to(gl.int64) * 8, mask=rows < tq - m0, other=0.0)
+    barrier()
+    # what sees nothing counts as 0, and a query of NaN reaches the keys that it sees through dx alone
+    copy_rows(
+        q.index(0), q_ptr, m0, 0, tq, q_stride_t, D, AS_THEY_ARE, BLOCK_M, BLOCK_D, WARPS,
+        gl.abs(of_rows) < float("inf"),
+    )  # fmt: skip
+    copy_rows(
+        dout.index(0), dout_ptr, m0, 0, tq, dout_stride_t, DV, AS_THEY_ARE, BLOCK_M, BLOCK_D, WARPS,
+        of_rows != float("inf"),
+    )  # fmt: skip
+    columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))
+    ptrs = statistics_ptr + (m0 + columns).to(gl.int64) * 8
+    top = gl.load(ptrs + TOP, mask=columns < tq - m0, other=0.0)
+    shift = gl.load(ptrs + SHIFT, mask=columns < tq - m0, other=0.0)
+    delta = gl.load(ptrs + DELTA, mask=columns < tq - m0, other=0.0)
+    async_copy.wait_group(0)
+    barrier()
+    fence_async_shared()
+    x = warpgroup_mma(k, q.index(0).permute((1, 0)), nothing, use_acc=False)
+    products = warpgroup_mma(v, dout.index(0).permute((1, 0)), nothing, use_acc=False)
+    shown = shown_transposed(m0, n0, tq, live, low, high, scores, BLOCK_M, BLOCK_N)
+    power = gl.fma(x - gl.expand_dims(top, 0), step, negative(gl.expand_dims(shift, 0)))
+    kept = x
+    if DROPPED:
+        first_kept, second_kept = kept_transposed(
+            gl.load(seed_ptr), first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N
+        )
+        kept = kept_of(first_kept, second_kept, scores, BLOCK_M, BLOCK_N)
+    p = marked(power, shown, kept, True, DROPPED)
+    dropped = at_least_0(p)
+    if DROPPED:
+        delta = delta * unscale
+    dx = gradient_of(p, products, gl.expand_dims(delta, 0), True, DROPPED)
+    dropped = gl.convert_layout(dropped.to(kind), gl.DotOperandLayout(0, sums_of, 2))
+    dx = gl.convert_layout(dx.to(kind), gl.DotOperandLayout(0, sums_of, 2))
+    dv = warpgroup_mma(dropped, dout.index(0), dv)
+    dk = warpgroup_mma(dx, q.index(0), dk)
+    return dk, dv
+
+
+_RUNTIME = (
+    "q_ptr", "k_ptr", "v_ptr", "lengths_ptr", "cu_q_ptr", "cu_k_ptr", "seed_ptr", "dout_ptr", "statistics_ptr",
+    "dk_ptr", "dv_ptr", "H", "G", "Tq", "Tk", "total_q", "total_k", "row_step", "D", "DV", "DK_D", "DV_D",
+    "q_stride_b", "q_stride_h", "q_stride_t", "k_stride_b", "k_stride_h", "k_stride_t", "v_stride_b", "v_stride_h",
+    "v_stride_t", "dout_stride_b", "dout_stride_h", "dout_stride_t", "dk_stride_b", "dk_stride_h", "dk_stride_t",
+    "dv_stride_b", "dv_stride_h", "dv_stride_t", "lse_stride_b", "lse_stride_h", "low", "high", "end_low", "end_high",
+    "scale", "step", "keep_scale", "last_dropped",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_RUNTIME)
+def attention_bwd_ahead_keys_kernel(
+    q_ptr, k_ptr, v_ptr, lengths_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, dout_ptr, statistics_ptr, dk_ptr, dv_ptr,
+    H: gl.int32, G: gl.int32, Tq: gl.int32, Tk: gl.int32, total_q: gl.int64, total_k: gl.int64, row_step: gl.int64,
+    D: gl.int32, DV: gl.int32, DK_D: gl.int32, DV_D: gl.int32,
+    q_stride_b: gl.int64, q_stride_h: gl.int64, q_stride_t: gl.int64,
+    k_stride_b: gl.int64, k_stride_h: gl.int64, k_stride_t: gl.int64,
+    v_stride_b: gl.int64, v_stride_h: gl.int64, v_stride_t: gl.int64,
+    dout_stride_b: gl.int64, dout_stride_h: gl.int64, dout_stride_t: gl.int64,
+    dk_stride_b: gl.int64, dk_stride_h: gl.int64, dk_stride_t: gl.int64,
+    dv_stride_b: gl.int64, dv_stride_h: gl.int64, dv_stride_t: gl.int64,
+    lse_stride_b: gl.int64, lse_stride_h: gl.int64,
+    low: gl.int64, high: gl.int64, end_low: gl.int64, end_high: gl.int64,
+    scale, step, keep_scale, last_dropped: gl.int32,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, OUT_ALIGNED: gl.constexpr,
+    WARPS: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    """A tile of keys of one key head; the first tile, which most see where a mask is causal, comes first.
+
+    HELD: they stay in registers.
+    """
+    kind: gl.constexpr = q_ptr.dtype.element_ty
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    sums_of: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
+    keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], kind)
+    queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], kind)
+    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    tiles = (Tk + BLOCK_N - 1) // BLOCK_N
+    key_tile = gl.program_id(0) % tiles
+    b = (gl.program_id(0) // tiles // (H // G)).to(gl.int64)
+    kv = (gl.program_id(0) // tiles % (H // G)).to(gl.int64)
+    q0, k0, tq, tk, live = sequence(b, Tq, Tk, total_q, total_k, lengths_ptr, cu_q_ptr, cu_k_ptr)
+    low, high = band(tq, tk, low, high, end_low, end_high)
+    n0 = key_tile * BLOCK_N
+    if n0 >= tk:
+        return
+    q_ptr += b * q_stride_b + q0 * q_stride_t
+    dout_ptr += b * dout_stride_b + q0 * dout_stride_t
+    k_ptr += b * k_stride_b + kv * k_stride_h + k0 * k_stride_t
+    v_ptr += b * v_stride_b + kv * v_stride_h + k0 * v_stride_t
+    statistics_ptr += (b * lse_stride_b + q0) * 8
+    begin, end, full_begin, full_end = queries_met(n0, tq, live, low, high, BLOCK_N)
+    first, full_first, full_last, last = tiles_met(begin, end, full_begin, full_end, BLOCK_M)
+    count = last - first
+    cut = count - (full_last - full_first)
+
+    k = gl.allocate_shared_memory(kind, [BLOCK_N, BLOCK_D], keys)
+    v = gl.allocate_shared_memory(kind, [BLOCK_N, BLOCK_D], keys)
+    q = gl.allocate_shared_memory(kind, [RING, BLOCK_M, BLOCK_D], queries)
+    dout = gl.allocate_shared_memory(kind, [RING, BLOCK_M, BLOCK_D], queries)
+    offsets = gl.allocate_shared_memory(gl.float32, [RING, BLOCK_M], numbers)
+    deltas = gl.allocate_shared_memory(gl.float32, [RING, BLOCK_M], numbers)
+    copy_rows(k, k_ptr, n0, n0, live, k_stride_t, D, BY_TWO, BLOCK_N, BLOCK_D, WARPS)
+    copy_rows(v, v_ptr, n0, n0, live, v_stride_t, DV, BY_TWO, BLOCK_N, BLOCK_D, WARPS)
+    async_copy.wait_group(0)
+    barrier()
+    fence_async_shared()
+    if HELD:
+        k = k.load(gl.DotOperandLayout(0, scores, 2))
+        v = v.load(gl.DotOperandLayout(0, scores, 2))
+
+    unscale = 1.0 / keep_scale
+    nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
+    dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, sums_of)
+    dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, sums_of)
+    if count > 0:
+        for g in range(0, G):
+            h = kv * G + g
+            q_head = q_ptr + h * q_stride_h
+            dout_head = dout_ptr + h * dout_stride_h
+            statistics_head = statistics_ptr + h * lse_stride_h * 8
+            first_row = (b * H + h) * row_step
+            barrier()  # the last head's tiles have been read
+            for c in gl.static_range(2):
+                copy_tile(
+                    c, count, first, full_first, full_last, last, q, dout, offsets, deltas, q_head, dout_head,
+                    statistics_head, begin, end, tq, D, DV, q_stride_t, dout_stride_t, BLOCK_M, BLOCK_D, WARPS,
+                )  # fmt: skip
+            dk, dv = meet(
+                0, cut, dk, dv, k, v, q, dout, offsets, deltas, count, first, full_first, full_last, last, q_head,
+                dout_head, statistics_head, seed_ptr, first_row, n0, begin, end, tq, live, low, high, D, DV, q_stride_t,
+                dout_stride_t, step, unscale, last_dropped, nothing, scores, sums_of, True, BLOCK_M, BLOCK_N,
+                BLOCK_D, WARPS,
+            )  # fmt: skip
+            dk, dv = meet(
+                cut, count, dk, dv, k, v, q, dout, offsets, deltas, count, first, full_first, full_last, last, q_head,
+                dout_head, statistics_head, seed_ptr, first_row, n0, begin, end, tq, live, low, high, D, DV, q_stride_t,
+                dout_stride_t, step, unscale, last_dropped, nothing, scores, sums_of, False, BLOCK_M, BLOCK_N,
+                BLOCK_D, WARPS,
+            )  # fmt: skip
+            async_copy.wait_group(0)
+        if not (is_finite(dk) and is_finite(dv)):
+            dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, sums_of)
+            dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, sums_of)
+            for g in range(0, G):
+                h = kv * G + g
+                for c in range(first, last):
+                    dk, dv = meet_carefully(
+                        c, dk, dv, k, v, q, dout, q_ptr + h * q_stride_h, dout_ptr + h * dout_stride_h,
+                        statistics_ptr + h * lse_stride_h * 8, seed_ptr, (b * H + h) * row_step, n0, tq, live, low,
+                        high, D, DV, q_stride_t, dout_stride_t, step, unscale, last_dropped, nothing, scores,
+                        sums_of, BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
+                    )  # fmt: skip
+    barrier()  # what was the tiles' is the compiler's from here on
+
+    dk_ptr += b * dk_stride_b + kv * dk_stride_h + k0 * dk_stride_t
+    dv_ptr += b * dv_stride_b + kv * dv_stride_h + k0 * dv_stride_t
+    alive = near(live - n0, 4096)
+    rows = key_of_row(gl.arange(0, BLOCK_N, gl.SliceLayout(1, sums_of)))
+    alive = gl.expand_dims(rows < alive, 1)
+    dk = gl.where(alive, dk * (scale * keep_scale), 0.0)
+    store_rows(dk, dk_ptr, n0, tk, dk_stride_t, DK_D, BY_TWO, OUT_ALIGNED, BLOCK_N, BLOCK_D, WARPS)
+    dv = gl.where(alive, dv * keep_scale, 0.0)
+    store_rows(dv, dv_ptr, n0, tk, dv_stride_t, DV_D, BY_TWO, OUT_ALIGNED, BLOCK_N, BLOCK_D, WARPS)
