@@ -65,15 +65,18 @@ def test_an_unavailable_tool_is_not_red(tmp_path):
     assert code == 0
 
 
-def test_all_processes_run_the_kernel_that_waits(tmp_path, monkeypatch):
+def test_all_processes_run_the_kernels_that_wait(tmp_path, monkeypatch):
     pytest.importorskip("triton")
-    from tfm_kernels.triton import attention_fwd
+    from tfm_kernels.triton import attention_bwd, attention_fwd
 
-    monkeypatch.setattr(attention_fwd, "AHEAD", False)
-    code, files = run(tmp_path, part(a=lambda: {"ahead": attention_fwd.AHEAD}))
-    assert code == 0 and files["contract"]["groups"][0]["ahead"] is False
-    code, files = run(tmp_path, part(a=lambda: {"ahead": attention_fwd.AHEAD}), words=["--ahead", "--fresh"])
-    assert code == 0 and files["contract"]["groups"][0]["ahead"] is True
+    both = attention_fwd, attention_bwd
+    for module in both:
+        monkeypatch.setattr(module, "AHEAD", False)
+    asked = part(a=lambda: {"ahead": [module.AHEAD for module in both]})
+    code, files = run(tmp_path, asked)
+    assert code == 0 and files["contract"]["groups"][0]["ahead"] == [False, False]
+    code, files = run(tmp_path, asked, words=["--ahead", "--fresh"])
+    assert code == 0 and files["contract"]["groups"][0]["ahead"] == [True, True]
 
 
 @pytest.mark.parametrize(
