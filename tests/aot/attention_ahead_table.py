@@ -23,10 +23,11 @@ KERNELS = {
     "keys": _attention_bwd_ahead.attention_bwd_ahead_keys_kernel,
     "queries": _attention_bwd_ahead.attention_bwd_ahead_queries_kernel,
 }
-# (keys or queries, storage type, kind)
+# (keys or queries, storage type, kind, whether bits of dropout are written or read)
 BACKWARD = (
-    (65, "bf16", "plain"), (64, "bf16", "plain"), (65, "fp16", "plain"), (65, "bf16", "dropout"),
-    (64, "bf16", "dropout"), (65, "fp16", "dropout"),
+    (65, "bf16", "plain", False), (64, "bf16", "plain", False), (65, "fp16", "plain", False),
+    (65, "bf16", "dropout", False), (64, "bf16", "dropout", False), (65, "bf16", "dropout", True),
+    (64, "bf16", "dropout", True), (65, "fp16", "dropout", True),
 )  # fmt: skip
 
 
@@ -56,15 +57,20 @@ def entries():
     return found
 
 
-def backward(name, width, length, dtype, kind):
+def backward(name, width, length, dtype, kind, bits):
     """(its name, what to compile)."""
-    config = _attention_bwd_ahead.pick_config(name, width, length, kind == "dropout", DTYPES[dtype], (9, 0))
+    reads = bits and name == "keys"
+    config = _attention_bwd_ahead.pick_config(
+        name, width, length, kind == "dropout" and not reads, DTYPES[dtype], (9, 0)
+    )
     constexprs = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d, "OUT_ALIGNED": True,
         "WARPS": config.num_warps, "HELD": _attention_bwd_ahead.held(name, config),
     }  # fmt: skip
-    return f"sm_90 attention_bwd_ahead_{name} {in_words(config)} {dtype} {kind}", {
-        "kernel": KERNELS[name], "types": types(KERNELS[name], dtype, ABSENT[kind]), "constexprs": constexprs,
+    absent = (*ABSENT[kind], *(() if bits else ("bits_ptr",)), *(("seed_ptr",) if reads else ()))
+    words = f"{kind} bits" if bits else kind
+    return f"sm_90 attention_bwd_ahead_{name} {in_words(config)} {dtype} {words}", {
+        "kernel": KERNELS[name], "types": types(KERNELS[name], dtype, absent), "constexprs": constexprs,
         "arch": 90, "num_warps": config.num_warps, "max_registers": config.max_registers,
     }  # fmt: skip
 

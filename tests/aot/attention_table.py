@@ -28,13 +28,13 @@ ABSENT = {
 }
 INT32 = (
     "B", "H", "G", "Tq", "Tk", "D", "DV", "OUT_D", "DQ_D", "DK_D", "DV_D", "SHARING_B", "SHARING_H", "SPLITS",
-    "PARTS", "PART_TILES", "last_dropped",
+    "PARTS", "PART_TILES", "last_dropped", "bits_stride",
 )  # fmt: skip
-FLOAT32 = ("scale", "step", "unit", "keep_scale")
+FLOAT32 = ("scale", "step", "unit", "keep_scale", "unscale")
 POINTERS = {
     "keep_ptr": "*u8", "counts_ptr": "*i32", "tiles_ptr": "*i32", "lengths_ptr": "*i64", "cu_q_ptr": "*i32",
     "cu_k_ptr": "*i32", "seed_ptr": "*i64", "lse_ptr": "*fp32", "dlse_ptr": "*fp32", "statistics_ptr": "*fp32",
-    "sums_ptr": "*fp32", "parts_ptr": "*fp32", "numbers_ptr": "*fp32",
+    "sums_ptr": "*fp32", "bits_ptr": "*i32", "parts_ptr": "*fp32", "numbers_ptr": "*fp32",
 }  # fmt: skip
 
 

@@ -75,6 +75,34 @@ def test_many_tiles(dtype, width, more, gpu):
         assert own(gpu)
 
 
+def test_bits_are_no_more_than_the_results(monkeypatch, gpu):
+    """What dropout draws is kept for the second kernel where that takes no more memory than dq, dk and dv."""
+    calls = []
+    monkeypatch.setattr(_attention_bwd_ahead.Call, "launch", lambda call, kernel, *_, **more: calls.append(more))
+    for length in (2944, 3200):  # 3 results of 64 numbers of 16 bits a position are worth 3072 bits for each
+        t = torch.zeros(1, 1, length, 64, dtype=torch.bfloat16)
+        call = _attention_bwd_ahead.Call(
+            "op", t, t, t, None, None, None, None, None, length, length, [-1, -1, -1, -1], 1.0, 0.1, torch.tensor(0)
+        )
+        assert _attention_bwd_ahead.pass_back(call, (9, 0), {}, t, t, t)
+    (writes, reads), (draws, draws_again) = calls[:2], calls[2:]
+    assert writes["bits_ptr"] is reads["bits_ptr"] and reads["bits_ptr"].numel() == 2944 * 2944 // 32
+    assert draws["bits_ptr"] is draws_again["bits_ptr"] is None
+    assert reads["seed_ptr"] is None and draws_again["seed_ptr"] is call.seed is not None
+
+
+@pytest.mark.parametrize("more", ["dropout", "all"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_both_kernels_draw(width, more, gpu, monkeypatch):
+    """As where there are too many pairs for a bit of each."""
+    bits_of = _attention_bwd_ahead.bits_of
+    monkeypatch.setattr(_attention_bwd_ahead, "bits_of", lambda call, results: bits_of(call, 0))
+    for queries, keys in (MANY, FEW):
+        given = {**drawn(torch.bfloat16, width, queries, keys), **masks(queries, keys)[more]}
+        assert_contract("attention", given, "triton")
+        assert own(gpu)
+
+
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("width", [64, 128])
 def test_groups_of_heads(width, p, gpu):
@@ -139,8 +167,8 @@ def test_which_calls_are_its_own():
     for kernel in ("keys", "queries"):
         for dim in (33, 64, 65, 128):
             for length in (1, 64, 65):
-                for dropped in (False, True):
-                    config = pick(kernel, dim, length, dropped, torch.bfloat16, (9, 0))
+                for draws in (False, True):
+                    config = pick(kernel, dim, length, draws, torch.bfloat16, (9, 0))
                     stays = config.block_n if kernel == "keys" else config.block_m
                     assert config.block_d >= dim and stays == 16 * config.num_warps  # a warp has 16 rows of a product
         others = [

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ._attention import band, is_finite, near, queries_met, sequence, tiles_met
-from ._attention_ahead_pairs import kept_of, kept_transposed, key_of_row, shown_transposed
+from ._attention_ahead_pairs import drawn_of, kept_of, key_of_row, shown_transposed
 from ._attention_ahead_rows import AS_THEY_ARE, BY_TWO, RING, barrier, copy_numbers, copy_rows, store_rows
 from ._attention_bwd_ahead_tile import gradient_of, marked, negative, tile_of
 from ._attention_bwd_tile import DELTA, OFFSET, SHIFT, TOP, at_least_0
@@ -46,13 +46,13 @@ def copy_tile(
 @gluon.jit
 def meet(
     from_c, to_c, dk, dv, k, v, q, dout, offsets, deltas, count, first, full_first, full_last, last, q_ptr, dout_ptr,
-    statistics_ptr, seed_ptr, first_row, n0, begin, end, tq, live, low, high, D, DV, q_stride_t, dout_stride_t, step,
-    unscale, last_dropped, nothing, scores: gl.constexpr, sums_of: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+    statistics_ptr, seed_ptr, bits_ptr, bits_stride, first_row, n0, begin, end, tq, live, low, high, D, DV, q_stride_t,
+    dout_stride_t, step, unscale, last_dropped, nothing, scores: gl.constexpr, sums_of: gl.constexpr, MASKED:
+    gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Adds tiles from_c..to_c - 1 of queries to dk and dv, both without their scales."""
     kind: gl.constexpr = q.dtype
-    DROPPED: gl.constexpr = seed_ptr is not None
+    DROPPED: gl.constexpr = seed_ptr is not None or bits_ptr is not None
     dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
     for c in range(from_c, to_c):
         m0 = tile_of(c, first, full_first, full_last, last) * BLOCK_M
@@ -65,12 +65,9 @@ def meet(
         )  # fmt: skip
         x = warpgroup_mma(k, q.index(c % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)
         products = warpgroup_mma(v, dout.index(c % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        first_kept = 0
-        second_kept = 0
-        if DROPPED:
-            first_kept, second_kept = kept_transposed(
-                gl.load(seed_ptr), first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N
-            )
+        drawn, more_drawn = drawn_of(
+            seed_ptr, bits_ptr, bits_stride, first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N
+        )
         x, dv, dk = warpgroup_mma_wait(1, [x, dv, dk])
         offset = offsets.index(c % RING).load(gl.SliceLayout(0, scores))
         shown = x
@@ -79,7 +76,7 @@ def meet(
         power = gl.fma(x, step, negative(gl.expand_dims(offset, 0)))
         kept = x
         if DROPPED:
-            kept = kept_of(first_kept, second_kept, scores, BLOCK_M, BLOCK_N)
+            kept = kept_of(drawn, more_drawn, bits_ptr, scores, BLOCK_M, BLOCK_N)
         p = marked(power, shown, kept, MASKED, DROPPED)
         dropped = at_least_0(p)
         dropped = gl.convert_layout(dropped.to(kind), gl.DotOperandLayout(0, sums_of, 2))
@@ -96,13 +93,13 @@ def meet(
 
 @gluon.jit
 def meet_carefully(
-    c, dk, dv, k, v, q, dout, q_ptr, dout_ptr, statistics_ptr, seed_ptr, first_row, n0, tq, live, low, high, D, DV,
-    q_stride_t, dout_stride_t, step, unscale, last_dropped, nothing, scores: gl.constexpr, sums_of: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+    c, dk, dv, k, v, q, dout, q_ptr, dout_ptr, statistics_ptr, seed_ptr, bits_ptr, bits_stride, first_row, n0, tq, live,
+    low, high, D, DV, q_stride_t, dout_stride_t, step, unscale, last_dropped, nothing, scores: gl.constexpr, sums_of:
+    gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile of queries c once more: exact weights, and rows as 0 that count for nothing."""
     kind: gl.constexpr = q.dtype
-    DROPPED: gl.constexpr = seed_ptr is not None
+    DROPPED: gl.constexpr = seed_ptr is not None or bits_ptr is not None
     by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
     m0 = c * BLOCK_M
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, by))
@@ -131,10 +128,10 @@ def meet_carefully(
     power = gl.fma(x - gl.expand_dims(top, 0), step, negative(gl.expand_dims(shift, 0)))
     kept = x
     if DROPPED:
-        first_kept, second_kept = kept_transposed(
-            gl.load(seed_ptr), first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N
+        drawn, more_drawn = drawn_of(
+            seed_ptr, bits_ptr, bits_stride, first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N
         )
-        kept = kept_of(first_kept, second_kept, scores, BLOCK_M, BLOCK_N)
+        kept = kept_of(drawn, more_drawn, bits_ptr, scores, BLOCK_M, BLOCK_N)
     p = marked(power, shown, kept, True, DROPPED)
     dropped = at_least_0(p)
     if DROPPED:
@@ -148,18 +145,18 @@ def meet_carefully(
 
 
 _RUNTIME = (
-    "q_ptr", "k_ptr", "v_ptr", "lengths_ptr", "cu_q_ptr", "cu_k_ptr", "seed_ptr", "dout_ptr", "statistics_ptr",
-    "dk_ptr", "dv_ptr", "H", "G", "Tq", "Tk", "total_q", "total_k", "row_step", "D", "DV", "DK_D", "DV_D",
-    "q_stride_b", "q_stride_h", "q_stride_t", "k_stride_b", "k_stride_h", "k_stride_t", "v_stride_b", "v_stride_h",
-    "v_stride_t", "dout_stride_b", "dout_stride_h", "dout_stride_t", "dk_stride_b", "dk_stride_h", "dk_stride_t",
-    "dv_stride_b", "dv_stride_h", "dv_stride_t", "lse_stride_b", "lse_stride_h", "low", "high", "end_low", "end_high",
-    "scale", "step", "keep_scale", "last_dropped",
+    "q_ptr", "k_ptr", "v_ptr", "lengths_ptr", "cu_q_ptr", "cu_k_ptr", "seed_ptr", "bits_ptr", "dout_ptr",
+    "statistics_ptr", "dk_ptr", "dv_ptr", "H", "G", "Tq", "Tk", "total_q", "total_k", "row_step", "D", "DV", "DK_D",
+    "DV_D", "q_stride_b", "q_stride_h", "q_stride_t", "k_stride_b", "k_stride_h", "k_stride_t", "v_stride_b",
+    "v_stride_h", "v_stride_t", "dout_stride_b", "dout_stride_h", "dout_stride_t", "dk_stride_b", "dk_stride_h",
+    "dk_stride_t", "dv_stride_b", "dv_stride_h", "dv_stride_t", "lse_stride_b", "lse_stride_h", "bits_stride",
+    "bits_stride_h", "low", "high", "end_low", "end_high", "scale", "step", "keep_scale", "unscale", "last_dropped",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def attention_bwd_ahead_keys_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, dout_ptr, statistics_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, bits_ptr, dout_ptr, statistics_ptr, dk_ptr, dv_ptr,
     H: gl.int32, G: gl.int32, Tq: gl.int32, Tk: gl.int32, total_q: gl.int64, total_k: gl.int64, row_step: gl.int64,
     D: gl.int32, DV: gl.int32, DK_D: gl.int32, DV_D: gl.int32,
     q_stride_b: gl.int64, q_stride_h: gl.int64, q_stride_t: gl.int64,
@@ -168,9 +165,9 @@ def attention_bwd_ahead_keys_kernel(
     dout_stride_b: gl.int64, dout_stride_h: gl.int64, dout_stride_t: gl.int64,
     dk_stride_b: gl.int64, dk_stride_h: gl.int64, dk_stride_t: gl.int64,
     dv_stride_b: gl.int64, dv_stride_h: gl.int64, dv_stride_t: gl.int64,
-    lse_stride_b: gl.int64, lse_stride_h: gl.int64,
+    lse_stride_b: gl.int64, lse_stride_h: gl.int64, bits_stride: gl.int32, bits_stride_h: gl.int64,
     low: gl.int64, high: gl.int64, end_low: gl.int64, end_high: gl.int64,
-    scale, step, keep_scale, last_dropped: gl.int32,
+    scale, step, keep_scale, unscale, last_dropped: gl.int32,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, OUT_ALIGNED: gl.constexpr,
     WARPS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
@@ -219,7 +216,6 @@ def attention_bwd_ahead_keys_kernel(
         k = k.load(gl.DotOperandLayout(0, scores, 2))
         v = v.load(gl.DotOperandLayout(0, scores, 2))
 
-    unscale = 1.0 / keep_scale
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
     dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, sums_of)
     dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, sums_of)
@@ -230,6 +226,9 @@ def attention_bwd_ahead_keys_kernel(
             dout_head = dout_ptr + h * dout_stride_h
             statistics_head = statistics_ptr + h * lse_stride_h * 8
             first_row = (b * H + h) * row_step
+            bits_head = bits_ptr
+            if bits_ptr is not None:
+                bits_head = bits_ptr + (b * H + h) * bits_stride_h
             barrier()  # the last head's tiles have been read
             for c in gl.static_range(2):
                 copy_tile(
@@ -238,15 +237,15 @@ def attention_bwd_ahead_keys_kernel(
                 )  # fmt: skip
             dk, dv = meet(
                 0, cut, dk, dv, k, v, q, dout, offsets, deltas, count, first, full_first, full_last, last, q_head,
-                dout_head, statistics_head, seed_ptr, first_row, n0, begin, end, tq, live, low, high, D, DV, q_stride_t,
-                dout_stride_t, step, unscale, last_dropped, nothing, scores, sums_of, True, BLOCK_M, BLOCK_N,
-                BLOCK_D, WARPS,
+                dout_head, statistics_head, seed_ptr, bits_head, bits_stride, first_row, n0, begin, end, tq, live, low,
+                high, D, DV, q_stride_t, dout_stride_t, step, unscale, last_dropped, nothing, scores, sums_of, True,
+                BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
             )  # fmt: skip
             dk, dv = meet(
                 cut, count, dk, dv, k, v, q, dout, offsets, deltas, count, first, full_first, full_last, last, q_head,
-                dout_head, statistics_head, seed_ptr, first_row, n0, begin, end, tq, live, low, high, D, DV, q_stride_t,
-                dout_stride_t, step, unscale, last_dropped, nothing, scores, sums_of, False, BLOCK_M, BLOCK_N,
-                BLOCK_D, WARPS,
+                dout_head, statistics_head, seed_ptr, bits_head, bits_stride, first_row, n0, begin, end, tq, live, low,
+                high, D, DV, q_stride_t, dout_stride_t, step, unscale, last_dropped, nothing, scores, sums_of, False,
+                BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
             )  # fmt: skip
             async_copy.wait_group(0)
         if not (is_finite(dk) and is_finite(dv)):
@@ -254,12 +253,15 @@ def attention_bwd_ahead_keys_kernel(
             dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, sums_of)
             for g in range(0, G):
                 h = kv * G + g
+                bits_head = bits_ptr
+                if bits_ptr is not None:
+                    bits_head = bits_ptr + (b * H + h) * bits_stride_h
                 for c in range(first, last):
                     dk, dv = meet_carefully(
                         c, dk, dv, k, v, q, dout, q_ptr + h * q_stride_h, dout_ptr + h * dout_stride_h,
-                        statistics_ptr + h * lse_stride_h * 8, seed_ptr, (b * H + h) * row_step, n0, tq, live, low,
-                        high, D, DV, q_stride_t, dout_stride_t, step, unscale, last_dropped, nothing, scores,
-                        sums_of, BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
+                        statistics_ptr + h * lse_stride_h * 8, seed_ptr, bits_head, bits_stride,
+                        (b * H + h) * row_step, n0, tq, live, low, high, D, DV, q_stride_t, dout_stride_t, step,
+                        unscale, last_dropped, nothing, scores, sums_of, BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
                     )  # fmt: skip
     barrier()  # what was the tiles' is the compiler's from here on
 

@@ -43,9 +43,9 @@ def copy_tile(
 @gluon.jit
 def meet(
     from_c, to_c, dq, q, dout, k, v, top, shift, delta, count, first, full_first, full_last, last, k_ptr, v_ptr,
-    seed_ptr, first_row, m0, begin, end, live, low, high, D, DV, k_stride_t, v_stride_t, step, last_dropped, nothing,
-    scores: gl.constexpr, sums_of: gl.constexpr, MASKED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+    seed_ptr, bits_ptr, bits_stride, first_row, m0, begin, end, live, low, high, D, DV, k_stride_t, v_stride_t, step,
+    last_dropped, nothing, scores: gl.constexpr, sums_of: gl.constexpr, MASKED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Adds tiles from_c..to_c - 1 of keys to dq (without the scale)."""
     kind: gl.constexpr = k.dtype
@@ -65,7 +65,9 @@ def meet(
         kept = nothing
         shown = nothing
         if DROPPED:
-            kept = kept_weights(gl.load(seed_ptr), first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N)
+            kept = kept_weights(
+                gl.load(seed_ptr), bits_ptr, bits_stride, first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N
+            )
         if MASKED:
             shown = shown_tile(m0, n0, live, low, high, scores, BLOCK_M, BLOCK_N)
         x, dq = warpgroup_mma_wait(1, [x, dq])
@@ -79,17 +81,18 @@ def meet(
 
 
 _RUNTIME = (
-    "q_ptr", "k_ptr", "v_ptr", "lengths_ptr", "cu_q_ptr", "cu_k_ptr", "seed_ptr", "dout_ptr", "statistics_ptr",
-    "dq_ptr", "H", "G", "Tq", "Tk", "total_q", "total_k", "row_step", "D", "DV", "DQ_D", "q_stride_b", "q_stride_h",
-    "q_stride_t", "k_stride_b", "k_stride_h", "k_stride_t", "v_stride_b", "v_stride_h", "v_stride_t", "dout_stride_b",
-    "dout_stride_h", "dout_stride_t", "dq_stride_b", "dq_stride_h", "dq_stride_t", "lse_stride_b", "lse_stride_h",
-    "low", "high", "end_low", "end_high", "scale", "step", "keep_scale", "last_dropped",
+    "q_ptr", "k_ptr", "v_ptr", "lengths_ptr", "cu_q_ptr", "cu_k_ptr", "seed_ptr", "bits_ptr", "dout_ptr",
+    "statistics_ptr", "dq_ptr", "H", "G", "Tq", "Tk", "total_q", "total_k", "row_step", "D", "DV", "DQ_D", "q_stride_b",
+    "q_stride_h", "q_stride_t", "k_stride_b", "k_stride_h", "k_stride_t", "v_stride_b", "v_stride_h", "v_stride_t",
+    "dout_stride_b", "dout_stride_h", "dout_stride_t", "dq_stride_b", "dq_stride_h", "dq_stride_t", "lse_stride_b",
+    "lse_stride_h", "bits_stride", "bits_stride_h", "low", "high", "end_low", "end_high", "scale", "step", "keep_scale",
+    "last_dropped",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def attention_bwd_ahead_queries_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, dout_ptr, statistics_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, bits_ptr, dout_ptr, statistics_ptr, dq_ptr,
     H: gl.int32, G: gl.int32, Tq: gl.int32, Tk: gl.int32, total_q: gl.int64, total_k: gl.int64, row_step: gl.int64,
     D: gl.int32, DV: gl.int32, DQ_D: gl.int32,
     q_stride_b: gl.int64, q_stride_h: gl.int64, q_stride_t: gl.int64,
@@ -97,9 +100,9 @@ def attention_bwd_ahead_queries_kernel(
     v_stride_b: gl.int64, v_stride_h: gl.int64, v_stride_t: gl.int64,
     dout_stride_b: gl.int64, dout_stride_h: gl.int64, dout_stride_t: gl.int64,
     dq_stride_b: gl.int64, dq_stride_h: gl.int64, dq_stride_t: gl.int64,
-    lse_stride_b: gl.int64, lse_stride_h: gl.int64,
+    lse_stride_b: gl.int64, lse_stride_h: gl.int64, bits_stride: gl.int32, bits_stride_h: gl.int64,
     low: gl.int64, high: gl.int64, end_low: gl.int64, end_high: gl.int64,
-    scale, step, keep_scale, last_dropped: gl.int32,
+    scale, step, keep_scale, unscale, last_dropped: gl.int32,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, OUT_ALIGNED: gl.constexpr,
     WARPS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
@@ -129,6 +132,8 @@ def attention_bwd_ahead_queries_kernel(
     count = last - first
     cut = count - (full_last - full_first)
     first_row = (b * H + h) * row_step
+    if bits_ptr is not None:
+        bits_ptr += (b * H + h) * bits_stride_h
 
     q = gl.allocate_shared_memory(kind, [BLOCK_M, BLOCK_D], queries)
     dout = gl.allocate_shared_memory(kind, [BLOCK_M, BLOCK_D], queries)
@@ -148,7 +153,7 @@ def attention_bwd_ahead_queries_kernel(
     shift = gl.expand_dims(gl.load(ptrs + SHIFT, mask=exists, other=0.0), 1)
     delta = gl.expand_dims(gl.load(ptrs + DELTA, mask=exists, other=0.0), 1)
     if seed_ptr is not None:
-        delta = delta * (1.0 / keep_scale)
+        delta = delta * unscale
     async_copy.wait_group(4)  # queries and dout
     barrier()
     if HELD:
@@ -158,14 +163,14 @@ def attention_bwd_ahead_queries_kernel(
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, sums_of)
     dq = meet(
-        0, cut, dq, q, dout, k, v, top, shift, delta, count, first, full_first, full_last, last, k_ptr, v_ptr,
-        seed_ptr, first_row, m0, begin, end, live, low, high, D, DV, k_stride_t, v_stride_t, step, last_dropped,
-        nothing, scores, sums_of, True, BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
+        0, cut, dq, q, dout, k, v, top, shift, delta, count, first, full_first, full_last, last, k_ptr, v_ptr, seed_ptr,
+        bits_ptr, bits_stride, first_row, m0, begin, end, live, low, high, D, DV, k_stride_t, v_stride_t, step,
+        last_dropped, nothing, scores, sums_of, True, BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
     )  # fmt: skip
     dq = meet(
         cut, count, dq, q, dout, k, v, top, shift, delta, count, first, full_first, full_last, last, k_ptr, v_ptr,
-        seed_ptr, first_row, m0, begin, end, live, low, high, D, DV, k_stride_t, v_stride_t, step, last_dropped,
-        nothing, scores, sums_of, False, BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
+        seed_ptr, bits_ptr, bits_stride, first_row, m0, begin, end, live, low, high, D, DV, k_stride_t, v_stride_t,
+        step, last_dropped, nothing, scores, sums_of, False, BLOCK_M, BLOCK_N, BLOCK_D, WARPS,
     )  # fmt: skip
     async_copy.wait_group(0)  # what is still on its way is nobody's, but its place is the compiler's from here on
     barrier()

@@ -71,7 +71,9 @@ def weights_of(
     )  # fmt: skip
     p, sums, tops, decay = weigh(x, sums, tops, step, not MASKED and bias_ptr is None)
     if seed_ptr is not None:
-        p = gl.where(kept_weights(gl.load(seed_ptr), first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N), p, 0.0)
+        p = gl.where(
+            kept_weights(gl.load(seed_ptr), None, 0, first_row, m0, n0, last_dropped, scores, BLOCK_M, BLOCK_N), p, 0.0
+        )
     p = gl.convert_layout(p.to(kind), gl.DotOperandLayout(0, sums_of, 2))
     return p, sums, tops, gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, sums_of)), 1)
 

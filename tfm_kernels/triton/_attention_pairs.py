@@ -24,16 +24,10 @@ def columns_of(BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def keys_shown(rows, m0, n0, live, low, high):
-    """(first, last), beside key n0, of what band and length show to queries m0 + rows; rows are small."""
-    from_key = rows + near(low - (n0 - m0), 4096)
-    return from_key, tl.minimum(rows + near(high - (n0 - m0), 4096), near(live - n0, 4096) - 1)
-
-
-@triton.jit
 def shown_pairs(rows, columns, m0, n0, live, low, high):
     """What band and length show of queries m0 + rows and keys n0 + columns, bool; rows and columns are small."""
-    from_key, to_key = keys_shown(rows, m0, n0, live, low, high)
+    from_key = rows + near(low - (n0 - m0), 4096)
+    to_key = tl.minimum(rows + near(high - (n0 - m0), 4096), near(live - n0, 4096) - 1)
     return (columns >= from_key) & (columns <= to_key)
 
 
