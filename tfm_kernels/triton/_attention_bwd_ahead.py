@@ -44,7 +44,7 @@ def held(kernel: str, config: Config) -> bool:
 
 
 def bits_of(call: Call, results: int) -> tuple[Tensor | None, dict[str, int]]:
-    """(bits, strides) for what dropout draws (_attention_ahead_pairs.store_bits); None if larger than ``results``, in
+    """(bits, strides) for what dropout draws (_attention_ahead_dropout.store_bits); None if larger than ``results``, in
     bytes, or without dropout.
     """
     stride = _launch.cdiv(call.queries, 128) * 8

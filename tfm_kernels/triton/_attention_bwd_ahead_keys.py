@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ._attention import band, is_finite, near, queries_met, sequence, tiles_met
-from ._attention_ahead_pairs import drawn_of, kept_of, key_of_row, shown_transposed
+from ._attention_ahead_dropout import drawn_of, kept_of
+from ._attention_ahead_pairs import key_of_row, shown_transposed
 from ._attention_ahead_rows import AS_THEY_ARE, BY_TWO, RING, barrier, copy_numbers, copy_rows, store_rows
 from ._attention_bwd_ahead_tile import gradient_of, marked, negative, tile_of
 from ._attention_bwd_tile import DELTA, OFFSET, SHIFT, TOP, at_least_0

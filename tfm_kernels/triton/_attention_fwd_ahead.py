@@ -1,7 +1,8 @@
 """attention_fwd of 16-bit heads on GPUs of compute capability 9, in Gluon.
 
 Method:  as attention_fwd.py, but the next tile's scores are multiplied while this one's weights are computed: Triton's
-         own compiler waits for a product where it begins. What is asked of pairs is in _attention_ahead_pairs.py.
+         own compiler waits for a product where it begins. What is asked of pairs is in
+         _attention_ahead_pairs.py and _attention_ahead_dropout.py.
 Order:   tiles that the band cuts come first, then those that all rows see; with a keep matrix those of the lists of
          _attention_tiles.py. Keys and values pass through rings of three tiles.
 Limits:  float16, bfloat16; heads of 33 to 128; rows of bias and keep matrix at multiples of 16 bytes.
@@ -21,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ._attention import band, finish, is_finite, keys_met, near, sequence, tiles_met, weigh
-from ._attention_ahead_pairs import kept_weights, scored, words_of
+from ._attention_ahead_dropout import kept_weights
+from ._attention_ahead_pairs import scored, words_of
 from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, barrier, copy_rows, store_rows
 from ._attention_call import Config
 
