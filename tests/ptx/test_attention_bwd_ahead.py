@@ -8,6 +8,7 @@ import torch
 from tests.cases import report_case
 from tests.ptx.chosen import marked_cases
 from tests.ptx.test_attention_ahead import drawn, fitting
+from tests.ptx.test_traffic import assert_banks_are_free, heads, traffic
 from tfm_kernels import Mask, ops
 from tfm_kernels.testing import assert_contract, invariance
 from tfm_kernels.triton import _attention_bwd_ahead, attention_bwd
@@ -147,6 +148,14 @@ def test_scores_of_any_size(width, p, gpu):
         given |= {"dropout_p": p, "seed": torch.tensor(3)} if p else {}
         assert_contract("attention", given, "triton")
         assert own(gpu)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_no_two_words_of_one_bank(width, gpu):
+    q, k, v = heads(width)
+    found = traffic(gpu, lambda: ops.attention(q, k, v, dropout_p=0.1, backend="triton"))
+    for name in KERNELS:
+        assert_banks_are_free(name, found[name], most=1.0)
 
 
 def test_repeats_bit_for_bit(gpu):
