@@ -12,7 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from ._attention import near
 from ._attention_ahead_pairs import key_of, key_of_row
 
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name since Triton 3.7, and before
+# the names since Triton 3.7 and 3.9, and before
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 RING = gl.constexpr(4)  # tiles that have a place at once where the backward's pass
 AS_THEY_ARE, BY_FOUR, BY_TWO = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
@@ -44,7 +46,7 @@ def copy_rows(
         rows = rows & chosen
     mask = gl.expand_dims(rows, 1) & gl.expand_dims(offs_d < D // 8 * 8, 0)
     ptrs = ptr + first * stride_t + gl.expand_dims(offs_t * stride_t, 1) + gl.expand_dims(offs_d, 0)
-    async_copy.async_copy_global_to_shared(to, gl.multiple_of(ptrs, [1, 16]), mask=mask)
+    begin_copy(to, gl.multiple_of(ptrs, [1, 16]), mask=mask)
     async_copy.commit_group()
 
 
@@ -73,5 +75,5 @@ def copy_numbers(to, ptr, first, end, BLOCK_T: gl.constexpr, WARPS: gl.constexpr
     """Begins to copy one of the 8 float32 that each row of a head has to shared memory; 0 from row ``end`` on."""
     offs_t = gl.arange(0, BLOCK_T, gl.BlockedLayout([1], [32], [WARPS], [0]))
     ptrs = ptr + first.to(gl.int64) * 8 + offs_t * 8
-    async_copy.async_copy_global_to_shared(to, ptrs, mask=offs_t < near(end - first, 4096))
+    begin_copy(to, ptrs, mask=offs_t < near(end - first, 4096))
     async_copy.commit_group()
