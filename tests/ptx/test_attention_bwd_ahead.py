@@ -12,6 +12,7 @@ from tests.ptx.test_traffic import assert_banks_are_free, heads, traffic
 from tfm_kernels import Mask, ops
 from tfm_kernels.testing import assert_contract, invariance
 from tfm_kernels.triton import _attention_bwd_ahead, attention_bwd
+from tfm_kernels.triton._attention_ahead_rows import RING
 
 KERNELS = {"attention_bwd_ahead_keys_kernel", "attention_bwd_ahead_queries_kernel"}
 OTHERS = {"attention_bwd_keys_kernel", "attention_bwd_queries_kernel"}
@@ -179,7 +180,8 @@ def test_which_calls_are_its_own():
                 for draws in (False, True):
                     config = pick(kernel, dim, length, draws, torch.bfloat16, (9, 0))
                     stays = config.block_n if kernel == "keys" else config.block_m
-                    assert config.block_d >= dim and stays == 16 * config.num_warps  # a warp has 16 rows of a product
+                    assert config.block_d >= dim and config.num_stages == RING.value
+                    assert stays == 16 * config.num_warps  # a warp has 16 rows of a product
         others = [
             (32, 100, False, torch.bfloat16, (9, 0)), (129, 100, False, torch.bfloat16, (9, 0)),
             (64, 100, False, torch.float32, (9, 0)), (64, 100, True, torch.bfloat16, (8, 0)),
