@@ -61,9 +61,8 @@ def main(
     if options.ahead:
         from tfm_kernels.triton import attention_bwd, attention_fwd  # here: a report needs no Triton
 
-        attention_fwd.AHEAD = attention_bwd.AHEAD = (
-            True  # in the processes that follow, too, which are forks of this one
-        )
+        for module in (attention_fwd, attention_bwd):
+            module.AHEAD = True  # in the processes that follow, too, which are forks of this one
     now = ask(read)
     if "refusal" in now:
         return _refuse(now["refusal"])

@@ -12,7 +12,7 @@ from tests.ptx.test_traffic import assert_banks_are_free, heads, traffic
 from tfm_kernels import Mask, ops
 from tfm_kernels.testing import assert_contract, invariance
 from tfm_kernels.triton import _attention_bwd_ahead, attention_bwd
-from tfm_kernels.triton._attention_ahead_rows import RING
+from tfm_kernels.triton._attention_bwd_ahead_tile import RING
 
 KERNELS = {"attention_bwd_ahead_keys_kernel", "attention_bwd_ahead_queries_kernel"}
 OTHERS = {"attention_bwd_keys_kernel", "attention_bwd_queries_kernel"}

@@ -1,4 +1,4 @@
-"""Rows of heads on their way to and from shared memory: what Gluon's attention kernels share.
+"""The order of tiles, and their rows on their way to and from shared memory: what Gluon's attention kernels share.
 
 Rows lie there in one of the orders of _attention_ahead_pairs.py.
 """
@@ -15,8 +15,15 @@ from ._attention_ahead_pairs import key_of, key_of_row
 # the names since Triton 3.7 and 3.9, and before
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-RING = gl.constexpr(4)  # tiles that have a place at once where the backward's pass
 AS_THEY_ARE, BY_FOUR, BY_TWO = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
+
+@gluon.jit
+def tile_of(c, first, full_first, full_last, last):
+    """The number of the c-th of tiles first..last - 1: those that the band cuts come first."""
+    left = full_first - first
+    cut = left + last - full_last
+    return gl.where(c < left, first + c, gl.where(c < cut, full_last + c - left, full_first + c - cut))
 
 
 @gluon.jit
@@ -29,6 +36,12 @@ def place_of(offs_t, ORDER: gl.constexpr):
     return offs_t
 
 
+@gluon.constexpr_function
+def by_16_bytes(BLOCK_D, WARPS):
+    """The layout in which a thread has 8 of the BLOCK_D 16-bit numbers of a row, and a warp as few rows as can be."""
+    return gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
+
+
 @gluon.jit
 def copy_rows(
     to, ptr, first, begin, end, stride_t, D, ORDER: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -37,8 +50,7 @@ def copy_rows(
     """Begins to copy rows first + 0, 1, ... of one head to shared memory; 0 beyond D, outside begin..end - 1, and in
     rows that are not ``chosen`` (BLOCK_T,) bool, in their places.
     """
-    RUNS: gl.constexpr = BLOCK_D // 8  # of 16 bytes
-    by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // RUNS, RUNS], [WARPS, 1], [1, 0])
+    by: gl.constexpr = by_16_bytes(BLOCK_D, WARPS)
     offs_t = place_of(gl.arange(0, BLOCK_T, gl.SliceLayout(1, by)), ORDER)
     offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, by))
     rows = (offs_t >= near(begin - first, 4096)) & (offs_t < near(end - first, 4096))
@@ -56,7 +68,7 @@ def store_rows(
     BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Writes rows first + 0, 1, ... < end of one head, rounded once to its type."""
-    by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
+    by: gl.constexpr = by_16_bytes(BLOCK_D, WARPS)
     value = gl.convert_layout(value.to(ptr.dtype.element_ty), by)
     offs_t = place_of(gl.arange(0, BLOCK_T, gl.SliceLayout(1, by)), ORDER)
     offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, by))

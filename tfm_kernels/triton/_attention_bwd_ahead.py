@@ -62,11 +62,13 @@ def pass_back(
     if call.bias is not None or call.keep is not None:
         return False
     width, dtype = max(call.dim, call.value_dim), call.query.dtype
+    queries = pick_config("queries", width, call.queries, call.seed is not None, dtype, capability)
+    if queries is None:
+        return False
     bits, strides = bits_of(call, sum(t.numel() * t.element_size() for t in (dq, dk, dv)))
     draws = call.seed is not None and bits is None
     keys = pick_config("keys", width, call.keys, draws, dtype, capability)
-    queries = pick_config("queries", width, call.queries, call.seed is not None, dtype, capability)
-    if keys is None or queries is None:
+    if keys is None:
         return False
     factor = call.keep_scale or 1.0  # 0 where all is dropped, which is not to be divided by
     shared = {**shared, **strides, "bits_ptr": bits, "keep_scale": factor, "unscale": 1.0 / factor}

@@ -23,8 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ._attention import band, is_finite, near, queries_met, sequence, tiles_met
 from ._attention_ahead_dropout import drawn_of, kept_of
 from ._attention_ahead_pairs import key_of_row, shown_transposed
-from ._attention_ahead_rows import AS_THEY_ARE, BY_TWO, RING, barrier, copy_numbers, copy_rows, store_rows
-from ._attention_bwd_ahead_tile import gradient_of, marked, negative, tile_of
+from ._attention_ahead_rows import (
+    AS_THEY_ARE,
+    BY_TWO,
+    barrier,
+    by_16_bytes,
+    copy_numbers,
+    copy_rows,
+    store_rows,
+    tile_of,
+)
+from ._attention_bwd_ahead_tile import RING, gradient_of, marked, negative
 from ._attention_bwd_tile import DELTA, OFFSET, SHIFT, TOP, at_least_0
 
 
@@ -101,7 +110,7 @@ def meet_carefully(
     """Adds the tile of queries c once more: exact weights, and rows as 0 that count for nothing."""
     kind: gl.constexpr = q.dtype
     DROPPED: gl.constexpr = seed_ptr is not None or bits_ptr is not None
-    by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
+    by: gl.constexpr = by_16_bytes(BLOCK_D, WARPS)
     m0 = c * BLOCK_M
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, by))
     of_rows = gl.load(statistics_ptr + TOP + (m0 + rows).to(gl.int64) * 8, mask=rows < tq - m0, other=0.0)

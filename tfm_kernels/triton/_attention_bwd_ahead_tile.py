@@ -1,4 +1,4 @@
-"""What Gluon's backward kernels of attention share: the order of tiles, weights with their marks, dx.
+"""What Gluon's backward kernels of attention share: weights with their marks, dx.
 
 Hidden pairs and dropped weights are marks on a weight itself, p >= 0: where the registers of scores are, the next
 product may be on its way already.
@@ -11,13 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ._attention_bwd_tile import weight_of
 
-
-@gluon.jit
-def tile_of(c, first, full_first, full_last, last):
-    """The number of the c-th of tiles first..last - 1: those that the band cuts come first."""
-    left = full_first - first
-    cut = left + last - full_last
-    return gl.where(c < left, first + c, gl.where(c < cut, full_last + c - left, full_first + c - cut))
+RING = gl.constexpr(4)  # tiles that pass have a place at once: the stages of all launches
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ._attention import band, finish, is_finite, keys_met, near, sequence, tiles_met, weigh
 from ._attention_ahead_dropout import kept_weights
 from ._attention_ahead_pairs import scored, words_of
-from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, barrier, copy_rows, store_rows
+from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, barrier, by_16_bytes, copy_rows, store_rows, tile_of
 from ._attention_call import Config
 
 RING = gl.constexpr(3)  # tiles of keys, and of values, that have a place at once: the stages of all launches
@@ -49,14 +49,12 @@ def pick_config(
 
 
 @gluon.jit
-def tile_of(c, count, first, full_first, full_last, last, list_ptr):
-    """The number of the c-th of ``count`` tiles: those that the band cuts come first."""
+def listed_tile_of(c, count, first, full_first, full_last, last, list_ptr):
+    """The number of the c-th of ``count`` tiles: of a list, or in tile_of()'s order."""
     if list_ptr is not None:
         number = gl.load(list_ptr + c, mask=c < count, other=0)
     else:
-        left = full_first - first
-        cut = left + last - full_last
-        number = gl.where(c < left, first + c, gl.where(c < cut, full_last + c - left, full_first + c - cut))
+        number = tile_of(c, first, full_first, full_last, last)
     return number
 
 
@@ -93,7 +91,7 @@ def attend(
     x, bias_words, more_bias and keep_words are the next tile's, and tile0 its number; then tile1 and tile2 follow.
     """
     for c in range(from_c, to_c):
-        tile3 = tile_of(c + 3, count, first, full_first, full_last, last, list_ptr)
+        tile3 = listed_tile_of(c + 3, count, first, full_first, full_last, last, list_ptr)
         async_copy.wait_group(1)  # this tile's values and the next one's keys
         barrier()
         fence_async_shared()
@@ -125,12 +123,12 @@ def attend_carefully(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """(acc, sums, tops) once more, tile by tile, with those values as 0 that no row of the tile sees."""
-    by: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
+    by: gl.constexpr = by_16_bytes(BLOCK_D, WARPS)
     sums = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
     tops = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
     acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, sums_of)
     for c in range(0, count):
-        n0 = tile_of(c, count, first, full_first, full_last, last, list_ptr) * BLOCK_N
+        n0 = listed_tile_of(c, count, first, full_first, full_last, last, list_ptr) * BLOCK_N
         barrier()
         copy_rows(k.index(0), k_ptr, n0, begin, end, k_stride_t, D, BY_FOUR, BLOCK_N, BLOCK_D, WARPS)
         copy_rows(v.index(0), v_ptr, n0, begin, end, v_stride_t, DV, BY_FOUR, BLOCK_N, BLOCK_D, WARPS)
@@ -232,7 +230,7 @@ def attention_fwd_ahead_kernel(
     v = gl.allocate_shared_memory(kind, [RING, BLOCK_N, BLOCK_D], keys)
     copy_rows(q, q_ptr, m0, m0, tq, q_stride_t, D, AS_THEY_ARE, BLOCK_M, BLOCK_D, WARPS)
     for place in gl.static_range(2):
-        n0 = tile_of(place, count, first, full_first, full_last, last, list_ptr) * BLOCK_N
+        n0 = listed_tile_of(place, count, first, full_first, full_last, last, list_ptr) * BLOCK_N
         copied = gl.where(place < count, end, begin)
         copy_rows(k.index(place), k_ptr, n0, begin, copied, k_stride_t, D, BY_FOUR, BLOCK_N, BLOCK_D, WARPS)
         copy_rows(v.index(place), v_ptr, n0, begin, copied, v_stride_t, DV, BY_FOUR, BLOCK_N, BLOCK_D, WARPS)
@@ -241,9 +239,9 @@ def attention_fwd_ahead_kernel(
     tops = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_of_scores)
     acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, sums_of)
     if count > 0:
-        tile0 = tile_of(0, count, first, full_first, full_last, last, list_ptr)
-        tile1 = tile_of(1, count, first, full_first, full_last, last, list_ptr)
-        tile2 = tile_of(2, count, first, full_first, full_last, last, list_ptr)
+        tile0 = listed_tile_of(0, count, first, full_first, full_last, last, list_ptr)
+        tile1 = listed_tile_of(1, count, first, full_first, full_last, last, list_ptr)
+        tile2 = listed_tile_of(2, count, first, full_first, full_last, last, list_ptr)
         bias_words, more_bias, keep_words = words_of(
             bias_ptr, keep_ptr, m0, tile0 * BLOCK_N, tq, tk, bias_stride_t, keep_stride_t, none, scores, BLOCK_M,
             BLOCK_N

@@ -136,8 +136,11 @@ def attention_bwd(
             out_ptr=saved, lse_ptr=lse.contiguous(), dlse_ptr=None if dlse is None else dlse.contiguous(), **shared,
             **call.strides("out", saved),
         )  # fmt: skip
-        if AHEAD and pass_back_ahead(call, capability, shared, dq, dk, dv):
-            return dq, dk, dv, dbias
+        if AHEAD:
+            from ._attention_bwd_ahead import pass_back  # Gluon, which is Triton's experiment: not for every import
+
+            if pass_back(call, capability, shared, dq, dk, dv):
+                return dq, dk, dv, dbias
         config = configs["keys"]
         lists = call.keep_tiles(config.block_m, config.block_n, of_keys=True)
         for part in PARTS[config.block_d == 256]:
@@ -158,15 +161,6 @@ def attention_bwd(
         if need_bias and not own_dbias:
             dbias = _broadcast_dbias(call, configs["bias"], dbias, shared, capability)
     return dq, dk, dv, dbias
-
-
-def pass_back_ahead(
-    call: Call, capability: tuple[int, int], shared: dict[str, Any], dq: Tensor, dk: Tensor, dv: Tensor
-) -> bool:
-    """pass_back() of _attention_bwd_ahead.py."""
-    from ._attention_bwd_ahead import pass_back  # Gluon, which is Triton's experiment: not for every import
-
-    return pass_back(call, capability, shared, dq, dk, dv)
 
 
 def splits_of(programs: int, sharing: int, multiprocessors: int) -> int:
