@@ -158,7 +158,22 @@ void vote(Warp& w, const Instruction& i) {
   w.set(i.o[0], kEvery ? (votes == w.on ? kAll : 0) : (votes ? kAll : 0));
 }
 
-void meet_lanes(Warp& w, const Instruction&) { w.step += w.on == kAll; }
+void meet_lanes(Warp& w, const Instruction&) {
+  if (w.on == kAll) w.lanes_meet();
+}
+
+// fence.proxy.async: what the warp has stored, and what it comes after, is visible to matrix units.
+void fence_for_matrix_units(Warp& w, const Instruction&) {
+  Memory& m = *w.memory;
+  ++m.fences[w.index];
+  m.fenced[w.index] = m.phase;
+  if (!m.parted) return;
+  for (unsigned v = 0; v < m.warps; ++v) {
+    uint32_t& visible = w.clock[2 * m.warps + v];
+    visible = std::max(visible, v == w.index ? w.own() : w.clock[v]);
+  }
+  ++m.phase;
+}
 
 // Any of these, of the lanes that its last operand names: all have to be there.
 template <Run kWork>
@@ -227,10 +242,7 @@ bool decode_exchange(const Statement& from, Names& names, Instruction& made) {
   }
   if (name == "fence" || name == "membar") {
     if (from.opcode == "fence.proxy.async.shared::cta" || from.opcode == "fence.proxy.async")
-      made.run = [](Warp& w, const Instruction&) {
-        ++w.memory->fences[w.index];
-        w.memory->fenced[w.index] = w.memory->phase;
-      };
+      made.run = fence_for_matrix_units;
     else if (from.opcode == "membar.gl" || from.opcode == "fence.acq_rel.gpu")
       made.run = [](Warp& w, const Instruction&) { w.fence(); };
     else

@@ -2,7 +2,6 @@
 #include "machine.h"
 
 #include <algorithm>
-#include <random>
 
 namespace ptx {
 namespace {
@@ -11,8 +10,6 @@ struct Launch {
   uint32_t grid[3], threads;
   uint64_t shared_bytes, seed;
 };
-
-uint32_t phases = 0;  // that have been, of all launches
 
 void set_specials(Warp& w, const Launch& launch, const uint32_t* block) {
   for (const Special& special : w.program->specials) {
@@ -45,31 +42,9 @@ std::string standstill(const std::vector<Warp>& warps) {
          " warps wait at a barrier, the others ended";
 }
 
-// All warps of a block are at a barrier: what they vote, and what they know of other blocks.
-void meet(std::vector<Warp>& warps) {
-  uint32_t votes = 0;
-  std::vector<Past> known;
-  for (Warp& w : warps) {
-    if ((w.vote_to == kNowhere) != (warps[0].vote_to == kNowhere))
-      throw Fault("some warps vote at a barrier, and others do not");
-    votes |= w.votes;
-    known.insert(known.end(), w.knows.begin(), w.knows.end());
-  }
-  std::sort(known.begin(), known.end());
-  known.erase(std::unique(known.begin(), known.end()), known.end());
-  for (Warp& w : warps) {
-    if (w.vote_to != kNowhere) w.predicate(w.vote_to) = votes ? kAll : 0;
-    w.vote_to = kNowhere;
-    w.votes = 0;
-    w.knows = known;
-    w.waits = false;
-    ++w.step;
-  }
-}
-
 void run_block(std::vector<Warp>& warps, Memory& memory, const Launch& launch,
                const uint32_t* block, std::mt19937_64& die) {
-  memory.block_first = memory.phase = ++phases;
+  memory.block_first = ++memory.phase;
   std::fill(memory.shared.begin(), memory.shared.end(), static_cast<char>(0xff));
   std::vector<Warp*> order;
   for (Warp& w : warps) {
@@ -77,6 +52,7 @@ void run_block(std::vector<Warp>& warps, Memory& memory, const Launch& launch,
     w.begin();
     order.push_back(&w);
   }
+  if (memory.parted) return run_parted(order, memory);
   for (bool alive = true; alive;) {
     std::shuffle(order.begin(), order.end(), die);
     for (Warp* w : order) w->go();
@@ -85,8 +61,8 @@ void run_block(std::vector<Warp>& warps, Memory& memory, const Launch& launch,
     alive = done == 0;
     if (alive == false && done != static_cast<std::ptrdiff_t>(warps.size()))
       throw Fault(standstill(warps));
-    meet(warps);
-    memory.phase = ++phases;
+    meet(order);
+    ++memory.phase;
     memory.settled = memory.fences;
   }
 }
@@ -101,6 +77,10 @@ void Warp::begin() {
   knows.clear();
   heard.clear();
   tells.clear();
+  held = nullptr;
+  if (!memory->parted) return;
+  clock.assign(3 * memory->warps, memory->block_first);
+  lanes_meet();
 }
 
 bool Warp::comes_after(uint32_t phase, uint32_t warps) const {
@@ -115,6 +95,15 @@ void Warp::fence() {
   knows.insert(knows.end(), heard.begin(), heard.end());
   heard.clear();
   tells = knows;
+  if (memory->parted) {
+    const auto warps = clock.begin() + memory->warps;
+    clock[index] = std::max(clock[index], own());
+    tells.push_back({memory->block_first, *std::min_element(clock.begin(), warps), kNowhere});
+    for (unsigned v = 0; v < memory->warps; ++v)
+      tells.push_back({memory->block_first, clock[v], v});
+    ++memory->phase;
+    return;
+  }
   tells.push_back({memory->block_first, memory->phase, kNowhere});
   tells.push_back({memory->phase, memory->phase + 1, index});
 }
@@ -137,6 +126,14 @@ void Warp::branch(const Instruction& i) {
   apart.push_back({target, on, i.o[0]});
 }
 
+void Warp::work(const Instruction& i) {
+  try {
+    i.run(*this, i);
+  } catch (const Fault& fault) {
+    throw Fault(program->where(i.line) + ", warp " + std::to_string(index) + ": " + fault.what());
+  }
+}
+
 void Warp::go() {
   while (true) {
     while (!apart.empty() && (apart.back().lanes == 0 || apart.back().pc == apart.back().meeting))
@@ -149,15 +146,18 @@ void Warp::go() {
     if (memory->traffic) ++memory->traffic->issued;
     switch (i.kind) {
       case Kind::plain:
-        if (on) {
-          try {
-            i.run(*this, i);
-          } catch (const Fault& fault) {
-            throw Fault(program->where(i.line) + ", warp " + std::to_string(index) + ": " +
-                        fault.what());
-          }
+        if (on) work(i);
+        ++at.pc;
+        break;
+      case Kind::meeting:
+        held = nullptr;
+        if (on) work(i);
+        if (held) {  // and runs it again
+          if (memory->traffic) --memory->traffic->issued;
+          return;
         }
         ++at.pc;
+        if ((*memory->die)() % 4 == 0) return;  // another warp may be faster
         break;
       case Kind::branch:
         branch(i);
@@ -171,6 +171,7 @@ void Warp::go() {
           throw Fault(program->where(i.line) + ": a barrier that a part of a warp's lanes reach");
         ++at.pc;
         waits = true;
+        held = &i;
         vote_to = i.o[0];
         votes = vote_to == kNowhere ? 0 : predicate(i.o[1]);
         return;
@@ -186,10 +187,18 @@ void launch(const Program& program, const Launch& how, const char* parameters,
   const size_t granules = how.shared_bytes / program.granule[0] + 1;
   Memory memory{&program, std::vector<char>(how.shared_bytes), Touches(granules),
                 std::move(ranges)};
-  memory.launch_first = phases + 1;
+  memory.launch_first = 1;
   memory.traffic = traffic;
   memory.fences.assign(how.threads / kLanes, 0);
   memory.settled = memory.fenced = memory.fences;
+  std::mt19937_64 die(how.seed);
+  if (program.parted) {
+    memory.parted = true;
+    memory.granules = granules;
+    memory.warps = how.threads / kLanes;
+    memory.last = Zeros<Last>(granules * memory.warps);
+    memory.die = &die;
+  }
   std::vector<Warp> warps(how.threads / kLanes);
   for (unsigned n = 0; n < warps.size(); ++n) {
     warps[n].program = &program;
@@ -199,7 +208,6 @@ void launch(const Program& program, const Launch& how, const char* parameters,
     warps[n].registers.assign(program.bytes, static_cast<char>(0xff));
     set_constants(warps[n]);
   }
-  std::mt19937_64 die(how.seed);
   std::vector<uint64_t> blocks(uint64_t{how.grid[0]} * how.grid[1] * how.grid[2]);
   for (size_t n = 0; n < blocks.size(); ++n) blocks[n] = n;
   std::shuffle(blocks.begin(), blocks.end(), die);

@@ -4,7 +4,9 @@
 // other, and together again from where all ways lead (flow.cpp). The warps of a block run one after
 // the other from barrier to barrier, blocks one after the other in random order: what a GPU would
 // run at the same time cannot go wrong by chance, so memory watches who touches what instead
-// (memory.cpp). Arithmetic is as exact as the PTX manual promises and no more (floats.cpp,
+// (memory.cpp). Where parts of a block meet by themselves (a program is `parted`), its warps run
+// from meeting to meeting (meeting.cpp), and each has a clock of what it comes after (order.cpp).
+// Arithmetic is as exact as the PTX manual promises and no more (floats.cpp,
 // matrix.cpp).
 #pragma once
 #include <bit>
@@ -14,6 +16,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -22,7 +25,8 @@ namespace ptx {
 
 constexpr unsigned kLanes = 32;
 constexpr unsigned kSeveral = kLanes;  // in the place of a lane's number
-constexpr uint32_t kAll = ~0u, kNowhere = ~0u;
+constexpr uint32_t kAll = ~0u, kNowhere = ~0u, kForever = ~0u;
+constexpr uint16_t kMany = 0xffff;  // in the place of a writer
 
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -32,7 +36,7 @@ struct Warp;
 struct Instruction;
 using Run = void (*)(Warp&, const Instruction&);
 
-enum class Kind : uint8_t { plain, branch, exit, barrier };
+enum class Kind : uint8_t { plain, branch, exit, barrier, meeting };  // meeting: of mbarriers
 
 struct Instruction {
   Run run = nullptr;
@@ -69,33 +73,52 @@ struct Program {
   unsigned threads = 0, most_threads = 1024;  // of a block; 0: not said
   unsigned granule[2] = {16, 16};             // fewest bytes of an access to shared, global memory
   bool hopper = false;                        // sums of matrix units as on sm_90
+  bool parted = false;                        // has barriers of parts of a block, or mbarriers
   std::map<int, std::string> files;
 
   std::string where(uint32_t line) const;
 };
 
 // What is known of a granule of memory; all zeros: nothing. A phase is the time from barrier to
-// barrier of one block.
+// barrier of one block; in a parted program, from one meeting of any warps to the next.
 struct Touch {
   uint32_t wrote = 0, read = 0;  // phases of the last ones
   uint32_t readers = 0;          // warps that read in phase `read`
   uint32_t before = 0;           // global memory: phase of a read by a block before that of `read`
   uint32_t line = 0;             // that wrote
   uint16_t writer = 0;
-  uint16_t flight = 0;  // 1 + the warp whose copy is under way
-  uint32_t fence = 0;   // 1 + fences of the warp that stored it then; 0: no fence needed
-  bool atomic = false;  // what wrote
+  uint16_t flight = 0;   // 1 + the warp whose copy is under way
+  uint32_t fence = 0;    // 1 + fences of the warp that stored it then; 0: no fence needed
+  bool atomic = false;   // what wrote
+  bool barrier = false;  // part of an mbarrier
   // lanes of the last write and read, or kSeveral, and the warp's steps then
   uint8_t wrote_lane = 0, read_lane = 0;
   uint32_t wrote_step = 0, read_step = 0;
 };
 
-struct Touches {  // zeros, of which the system brings those that are used
-  std::unique_ptr<Touch[], decltype(&std::free)> held{nullptr, std::free};
+// What one warp of a parted program last did to a granule of shared memory: phases.
+struct Last {
+  uint32_t wrote, copied, read;  // kForever: a product under way reads it
+  uint8_t wrote_lane, read_lane;
+};
 
-  explicit Touches(size_t count)
-      : held(static_cast<Touch*>(std::calloc(count, sizeof(Touch))), std::free) {}
-  Touch& operator[](size_t index) { return held[index]; }
+template <class T>
+struct Zeros {  // of which the system brings those that are used
+  std::unique_ptr<T[], decltype(&std::free)> held{nullptr, std::free};
+
+  explicit Zeros(size_t count) : held(static_cast<T*>(std::calloc(count, sizeof(T))), std::free) {}
+  T& operator[](size_t index) { return held[index]; }
+};
+using Touches = Zeros<Touch>;
+
+// What a warp of a parted program comes after, three numbers of each warp v of its block: accesses
+// of v in phases below the first, copies that v began in phases below the second (at warps + v),
+// and (at 2 warps + v) of its stores, those that a fence has made visible to matrix units.
+using Clock = std::vector<uint32_t>;
+
+struct Mbarrier {
+  uint32_t count, pending, parity;  // of the phase that is not complete
+  Clock gathers, told;              // of those that came to this phase, and to the one before
 };
 
 // Accesses of a launch that a warp comes after: those of the phases first to last - 1, of one warp
@@ -117,6 +140,14 @@ struct Copy {
   int group;
   uint32_t line;
   unsigned lane;
+  uint32_t when;  // it began
+};
+
+struct Bundle {  // copies of a warp's lanes, which arrive at mbarriers when they are complete
+  Warp* warp;
+  uint32_t lanes, when, line;
+  std::vector<uint32_t> at;  // mbarriers, of each of the lanes
+  Clock clock;
 };
 
 struct Reading {  // what a product under way reads: pieces of 16 bytes, and what they held
@@ -148,6 +179,14 @@ struct Memory {
   std::map<uint64_t, std::vector<Past>> told{};  // by atomics, at each address
   size_t found = 0;                              // the range of the last access
   Traffic* traffic = nullptr;                    // null: not counted
+  // of a parted program:
+  bool parted = false;
+  size_t granules = 0;
+  unsigned warps = 0;
+  Zeros<Last> last{0};  // warps x granules
+  std::map<uint32_t, Mbarrier> mbarriers{};
+  std::vector<Bundle> bundles{};
+  std::mt19937_64* die = nullptr;
 };
 
 // Lanes that go on together, until they come to where they meet those that they were parted from.
@@ -173,6 +212,12 @@ struct Warp {
   // Of other blocks: what it comes after, what atomics told it (of which it can be sure after the
   // next fence), what its own atomics tell (that was before its last fence).
   std::vector<Past> knows, heard, tells;
+  const Instruction* held = nullptr;  // waits at it
+  // of a parted program: the mbarrier that it waits for, the phase since its lanes last waited for
+  // one another, which of them touched memory since, the phases of its groups of copies
+  uint32_t mbarrier = 0, parity = 0, met = 0, touched = 0;
+  Clock clock;
+  std::vector<uint32_t> commits;
 
   template <class T>
   T* lane_values(uint32_t place) {
@@ -207,10 +252,19 @@ struct Warp {
   void together(const char* what) const {
     if (on != kAll) throw Fault(std::string(what) + " by a part of the warp's lanes");
   }
+  void lanes_meet() {
+    ++step;
+    if (!memory->parted) return;
+    met = ++memory->phase;
+    touched = 0;
+  }
+  // All of the warp's accesses in phases below are before what the lanes that are on do now.
+  uint32_t own() const { return touched & ~on ? met : memory->phase + 1; }
   void begin();
   void end();
   void branch(const Instruction& i);
-  void go();  // until a barrier or the end
+  void work(const Instruction& i);
+  void go();  // until a barrier or the end, or where another warp is to run
 };
 
 // The text of an instruction, taken apart.
@@ -231,9 +285,10 @@ struct Names {
   std::map<std::string, Register> banks;  // "%r" -> where %r0 lies
   std::map<std::pair<uint64_t, unsigned>, uint32_t> constants;
   std::map<std::string, Register> specials;
-  std::map<std::string, int> labels;
   std::map<std::string, uint32_t> symbols;  // parameters and shared memory -> where they begin
-  std::vector<std::map<std::string, Register>> scopes{};  // single registers, of each brace
+  // of each brace: single registers, and places in the code
+  std::vector<std::map<std::string, Register>> scopes{};
+  std::vector<std::map<std::string, int>> labels{};
 
   Register reg(const std::string& name);                  // throws where there is none
   const Register* single(const std::string& name) const;  // of the nearest brace; null: none
@@ -256,14 +311,26 @@ bool decode_conversion(const Statement& from, Names& names, Instruction& made);
 bool decode_exchange(const Statement& from, Names& names, Instruction& made);
 bool decode_memory(const Statement& from, Names& names, Instruction& made);
 bool decode_matrix(const Statement& from, Names& names, Instruction& made);
+bool decode_meeting(const Statement& from, Names& names, Instruction& made);
+
+void meet(const std::vector<Warp*>& warps);                        // at a barrier
+void run_parted(const std::vector<Warp*>& warps, Memory& memory);  // one block
 
 // Memory, watched: a pointer to where the bytes lie, or a Fault. value: what an ordinary store will
 // write.
-enum class Access { read, write, settle, atomic };  // settle: a copy arrives where it was begun
+enum class Access { read, write, copy, settle, atomic };  // settle: a copy arrives where it began
 char* shared_at(Warp& warp, unsigned lane, uint32_t address, unsigned bytes, Access access,
                 uint32_t line, bool asynchronous = false, const char* value = nullptr);
 char* global_at(Warp& warp, unsigned lane, uint64_t address, unsigned bytes, Access access,
                 uint32_t line, const char* value = nullptr);
+
+// The same of a granule, in a parted program.
+void touch_shared(Warp& warp, uint32_t granule, Access access, uint32_t line, bool asynchronous,
+                  bool same, unsigned lane);
+void touch_global(Warp& warp, Touch& touch, Access access, uint32_t line, bool same, unsigned lane);
+// A product reads 16 bytes until this phase.
+void read_until(Warp& warp, uint32_t address, uint32_t phase);
+std::string hexadecimal(uint64_t value);
 
 unsigned width_of(const std::string& type);  // of "b32", "f16x2" ..., 0 for another word
 

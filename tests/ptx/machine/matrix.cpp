@@ -216,9 +216,15 @@ void wait_for_products(Warp& w, const Instruction& i) {
       throw Fault("written while a product still read it, which was begun at " +
                   w.program->where(reading.line));
     for (uint32_t piece : reading.pieces)
-      shared_at(w, kSeveral, piece, 16, Access::read, reading.line);
+      if (w.memory->parted)
+        read_until(w, piece, w.memory->phase);
+      else
+        shared_at(w, kSeveral, piece, 16, Access::read, reading.line);
     return true;
   });
+  if (!w.memory->parted) return;
+  for (const Reading& left : w.readings)  // may read the same pieces
+    for (uint32_t piece : left.pieces) read_until(w, piece, kForever);
 }
 
 Type type_of(const std::string& name) {

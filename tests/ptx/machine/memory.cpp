@@ -3,6 +3,8 @@
 // two lanes of a warp that have not waited for one another, or by two blocks of a launch, and any
 // access to what a copy under way will write.
 //
+// Parted programs have rules of their own (order.cpp).
+//
 // Blocks come after one another by atomics and fences, as PTX's memory model has it: what was
 // before a warp's fence is told by its atomics that follow, and a warp whose atomic meets it comes
 // after it from its next fence on; barriers pass it on to the block.
@@ -12,12 +14,6 @@
 
 namespace ptx {
 namespace {
-
-std::string hexadecimal(uint64_t value) {
-  char text[24];
-  std::snprintf(text, sizeof text, "%#llx", static_cast<unsigned long long>(value));
-  return text;
-}
 
 // One granule; `first` is the phase that the memory's life begins with: what was before does not
 // count. A second warp may write what is there already, as it does where a layout has an element
@@ -179,22 +175,30 @@ void begin_copies(Warp& w, const Instruction& i) {
     sources[l] = w.lane_values<uint64_t>(i.o[1])[l] + i.list[0];
     if (read) source = global_at(w, l, sources[l], read, Access::read, i.line);
     if (read) reads |= 1u << l;
-    std::memset(shared_at(w, l, target, bytes, Access::write, i.line), 0xff, bytes);
+    std::memset(shared_at(w, l, target, bytes, Access::copy, i.line), 0xff, bytes);
     const unsigned granule = w.program->granule[0];
     for (uint32_t a = target / granule; a <= (target + bytes - 1) / granule; ++a) {
       w.memory->touches[a].flight = static_cast<uint16_t>(1 + w.index);
       w.memory->touches[a].fence = 0;
     }
-    w.copies.push_back({target, source, bytes, read, w.copy_group, i.line, l});
+    w.copies.push_back({target, source, bytes, read, w.copy_group, i.line, l, w.memory->phase});
   }
   if (w.memory->traffic) w.memory->traffic->global(sources, reads, bytes);
 }
 
-void commit_copies(Warp& w, const Instruction&) { ++w.copy_group; }
+void commit_copies(Warp& w, const Instruction&) {
+  ++w.copy_group;
+  if (w.memory->parted) w.commits.push_back(w.memory->phase++);
+}
 
 void wait_for_copies(Warp& w, const Instruction& i) {
+  const int groups = w.copy_group - static_cast<int>(i.number);  // that are complete
+  if (w.memory->parted && groups > 0) {
+    uint32_t& copies = w.clock[w.memory->warps + w.index];
+    copies = std::max(copies, w.commits[static_cast<size_t>(groups) - 1] + 1);
+  }
   std::erase_if(w.copies, [&](const Copy& copy) {
-    if (copy.group >= w.copy_group - static_cast<int>(i.number)) return false;
+    if (copy.group >= groups) return false;
     char* target = shared_at(w, copy.lane, copy.target, copy.bytes, Access::settle, copy.line);
     std::memset(target, 0, copy.bytes);
     if (copy.read) std::memcpy(target, copy.source, copy.read);
@@ -296,6 +300,12 @@ bool decode_copy(const Statement& from, Names& names, Instruction& made) {  // o
 
 }  // namespace
 
+std::string hexadecimal(uint64_t value) {
+  char text[24];
+  std::snprintf(text, sizeof text, "%#llx", static_cast<unsigned long long>(value));
+  return text;
+}
+
 char* shared_at(Warp& w, unsigned lane, uint32_t address, unsigned bytes, Access access,
                 uint32_t line, bool asynchronous, const char* value) {
   Memory& m = *w.memory;
@@ -306,7 +316,10 @@ char* shared_at(Warp& w, unsigned lane, uint32_t address, unsigned bytes, Access
   const bool same = value && std::memcmp(m.shared.data() + address, value, bytes) == 0;
   for (uint32_t a = address / granule; a <= (address + bytes - 1) / granule; ++a) {
     Touch& t = m.touches[a];
-    touch(w, t, access, line, m.block_first, asynchronous, same, lane);
+    if (m.parted)
+      touch_shared(w, a, access, line, asynchronous, same, lane);
+    else
+      touch(w, t, access, line, m.block_first, asynchronous, same, lane);
     if (access == Access::write) t.fence = 1 + m.fences[w.index];
   }
   return m.shared.data() + address;
@@ -340,7 +353,10 @@ char* global_at(Warp& w, unsigned lane, uint64_t address, unsigned bytes, Access
   char* place = reinterpret_cast<char*>(address);
   const bool same = value && std::memcmp(place, value, bytes) == 0;
   for (uint64_t a = first; a <= last; ++a)
-    touch(w, range.touches[a], access, line, m.launch_first, false, same, lane);
+    if (m.parted)
+      touch_global(w, range.touches[a], access, line, same, lane);
+    else
+      touch(w, range.touches[a], access, line, m.launch_first, false, same, lane);
   return place;
 }
 

@@ -58,7 +58,7 @@ struct Reader {
   uint32_t line = 0;
   std::vector<std::pair<size_t, std::string>> branches;  // to labels that may come later
 
-  explicit Reader(Program& into) : program(into), names{into, {}, {}, {}, {}, {}} {}
+  explicit Reader(Program& into) : program(into), names{into, {}, {}, {}, {}} {}
 
   // .param .u64 ... name, or .param .align 8 .b8 name[168]
   void parameter(const std::string& text) {
@@ -122,20 +122,10 @@ struct Reader {
       branches.emplace_back(program.code.size(), from.operands.at(0));
     } else if (name == "ret" || name == "exit") {
       made.kind = Kind::exit;
-    } else if (from.opcode == "bar.sync" || from.opcode == "barrier.sync") {
-      if (from.operands != std::vector<std::string>{"0"})
-        throw Fault("only a barrier of the whole block: " + text);
-      made.kind = Kind::barrier;
-    } else if (from.opcode == "bar.red.or.pred") {
-      if (from.operands.size() != 3 || from.operands[1] != "0")
-        throw Fault("only a barrier of the whole block: " + text);
-      made.kind = Kind::barrier;
-      made.o[0] = names.predicate(from.operands[0]);
-      made.o[1] = names.predicate(from.operands[2]);
     } else if (!decode_integers(from, names, made) && !decode_comparison(from, names, made) &&
                !decode_floats(from, names, made) && !decode_conversion(from, names, made) &&
                !decode_exchange(from, names, made) && !decode_memory(from, names, made) &&
-               !decode_matrix(from, names, made)) {
+               !decode_matrix(from, names, made) && !decode_meeting(from, names, made)) {
       throw Fault("the machine does not know: " + text);
     }
     if (made.kind != Kind::plain || made.run != nullptr) program.code.push_back(std::move(made));
@@ -177,6 +167,22 @@ struct Reader {
     if (text.rfind(".local", 0) == 0) throw Fault("local memory: " + text);
   }
 
+  void open() {
+    names.scopes.emplace_back();
+    names.labels.emplace_back();
+  }
+
+  void close() {  // branches to its labels stand within
+    std::erase_if(branches, [&](const auto& branch) {
+      const auto found = names.labels.back().find(branch.second);
+      if (found == names.labels.back().end()) return false;
+      program.code[branch.first].number = found->second;
+      return true;
+    });
+    names.scopes.pop_back();
+    names.labels.pop_back();
+  }
+
   void line_of_code(const std::string& text) {
     for (const std::string& one : split(text, ';')) {
       if (one.empty()) continue;
@@ -185,7 +191,7 @@ struct Reader {
       else if (names.scopes.empty())
         return;
       else if (one.back() == ':')
-        names.labels[one.substr(0, one.size() - 1)] = static_cast<int>(program.code.size());
+        names.labels.back()[one.substr(0, one.size() - 1)] = static_cast<int>(program.code.size());
       else
         statement(one);
     }
@@ -266,7 +272,7 @@ uint32_t Names::place(const std::string& operand, unsigned width) {
 
 uint32_t Names::predicate(const std::string& operand) {
   if (operand == "_") return kNowhere;
-  if (operand[0] == '%') {
+  if (operand[0] == '%' || is_register(operand)) {
     const Register found = reg(operand);
     if (found.width != 0) throw Fault("not a predicate: " + operand);
     return found.place;
@@ -311,8 +317,7 @@ std::unique_ptr<Program> read(const std::string& text) {
         reader.parameter(trimmed(code.substr(0, code.find_last_not_of(",)") + 1)));
       continue;
     }
-    for (; !code.empty() && code[0] == '{'; code = trimmed(code.substr(1)))
-      reader.names.scopes.emplace_back();
+    for (; !code.empty() && code[0] == '{'; code = trimmed(code.substr(1))) reader.open();
     // what closes a scope stands alone or after a statement's end
     size_t scopes = 0;
     for (size_t last; !code.empty() && code.back() == '}'; ++scopes) {
@@ -321,16 +326,13 @@ std::unique_ptr<Program> read(const std::string& text) {
       code = trimmed(code.substr(0, code.size() - 1));
     }
     if (!code.empty()) reader.line_of_code(code);
-    for (size_t n = 0; n < scopes; ++n) reader.names.scopes.pop_back();
+    for (size_t n = 0; n < scopes; ++n) reader.close();
     if (scopes && reader.names.scopes.empty()) break;  // debugging sections follow
   }
   std::istringstream again(text);  // files are named at the end
   for (std::string each; std::getline(again, each);)
     if (trimmed(each).rfind(".file", 0) == 0) reader.file(trimmed(each));
-  for (const auto& [index, label] : reader.branches) {
-    if (!reader.names.labels.count(label)) throw Fault("no label: " + label);
-    program->code[index].number = reader.names.labels.at(label);
-  }
+  if (!reader.branches.empty()) throw Fault("no label: " + reader.branches[0].second);
   find_meetings(*program);
   return program;
 }
