@@ -74,26 +74,27 @@ void touch_shared(Warp& w, uint32_t granule, Access access, uint32_t line, bool 
     throw Fault(what + (", written at " + w.program->where(t.line)));
   };
   note_lanes(w, lane);
-  bool after = true;
-  if (access == Access::settle) {
+  if (access == Access::settle) {  // for this lane; for other warps it stays a copy
     t.flight = 0;
-  } else {
-    if (t.barrier && access != Access::atomic) fault("touches an mbarrier as if it were memory");
-    if (t.flight != 0) fault("touches what a copy under way will write");
-    after = after_writes(w, t, granule);
-    if (!after && !same) fault("races with a write");
-    if (other_lane(w, own.wrote, own.wrote_lane, lane) && !same)
-      fault("races with a write of another lane");
-    if (asynchronous && !visible_to_matrix_units(w, t, granule))
-      fault("a matrix unit reads what no fence has made visible to it");
+    own.wrote = m.phase;
+    own.wrote_lane = static_cast<uint8_t>(lane);
+    return;
   }
+  if (t.barrier && access != Access::atomic) fault("touches an mbarrier as if it were memory");
+  if (t.flight != 0) fault("touches what a copy under way will write");
+  const bool after = after_writes(w, t, granule);
+  if (!after && !same) fault("races with a write");
+  if (other_lane(w, own.wrote, own.wrote_lane, lane) && !same)
+    fault("races with a write of another lane");
+  if (asynchronous && !visible_to_matrix_units(w, t, granule))
+    fault("a matrix unit reads what no fence has made visible to it");
   if (access == Access::read || access == Access::atomic) {
     own.read_lane =
         static_cast<uint8_t>(other_lane(w, own.read, own.read_lane, lane) ? kSeveral : lane);
     own.read = asynchronous || own.read == kForever ? kForever : m.phase;
     return;
   }
-  if (access != Access::settle) check_reads(w, granule, lane);
+  check_reads(w, granule, lane);
   const bool copy = access == Access::copy;
   (copy ? own.copied : own.wrote) = m.phase;
   if (!copy) own.wrote_lane = static_cast<uint8_t>(lane);
