@@ -73,7 +73,7 @@ void touch_shared(Warp& w, uint32_t granule, Access access, uint32_t line, bool 
   const auto fault = [&](const char* what) {
     throw Fault(what + (", written at " + w.program->where(t.line)));
   };
-  note_lanes(w, lane);
+  if (access != Access::atomic) note_lanes(w, lane);  // not of an mbarrier
   if (access == Access::settle) {  // for this lane; for other warps it stays a copy
     t.flight = 0;
     own.wrote = m.phase;
@@ -119,12 +119,14 @@ void touch_global(Warp& w, Touch& t, Access access, uint32_t line, bool same, un
   };
   note_lanes(w, lane);
   bool after = true;
-  if (t.wrote >= first && !(access == Access::atomic && t.atomic)) {
+  if (t.wrote >= first) {
+    const bool atomics = access == Access::atomic && t.atomic;  // which have an order of their own
     const bool many = t.writer == kMany;
     after = after_all(w, t.wrote, many ? kAll : 1u << t.writer) && !(many && t.wrote >= w.met);
     const bool near = t.wrote >= m.block_first;
-    if (!after && !(near && same)) fault("races with a write");
-    if (near && t.writer == w.index && other_lane(w, t.wrote, t.wrote_lane, lane) && !same)
+    if (!after && !atomics && !(near && same)) fault("races with a write");
+    if (near && t.writer == w.index && other_lane(w, t.wrote, t.wrote_lane, lane) && !same &&
+        !atomics)
       fault("races with a write of another lane");
   }
   if (access == Access::read) {
