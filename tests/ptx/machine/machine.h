@@ -6,8 +6,7 @@
 // run at the same time cannot go wrong by chance, so memory watches who touches what instead
 // (memory.cpp). Where parts of a block meet by themselves (a program is `parted`), its warps run
 // from meeting to meeting (meeting.cpp), and each has a clock of what it comes after (order.cpp).
-// Arithmetic is as exact as the PTX manual promises and no more (floats.cpp,
-// matrix.cpp).
+// Arithmetic is as exact as the PTX manual promises and no more (floats.cpp, matrix.cpp).
 #pragma once
 #include <bit>
 #include <compare>

@@ -35,7 +35,7 @@ void mark(Memory& m, uint32_t address, bool barrier) {
     m.touches[a].barrier = barrier;
 }
 
-// To where it is kept that `lane` writes 8 bytes, which hold nothing that a program may read.
+// A lane writes an mbarrier's 8 bytes: nothing that a program may read.
 void overwrite(Warp& w, unsigned lane, uint32_t address, uint32_t line) {
   std::memset(shared_at(w, lane, address, 8, Access::write, line), 0xff, 8);
 }
