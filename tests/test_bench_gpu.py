@@ -67,16 +67,16 @@ def test_an_unavailable_tool_is_not_red(tmp_path):
 
 def test_all_processes_run_the_kernels_that_wait(tmp_path, monkeypatch):
     pytest.importorskip("triton")
-    from tfm_kernels.triton import attention_bwd, attention_fwd
+    from tfm_kernels.triton import _gemm, attention_bwd, attention_fwd
 
-    both = attention_fwd, attention_bwd
-    for module in both:
+    modules = attention_fwd, attention_bwd, _gemm
+    for module in modules:
         monkeypatch.setattr(module, "AHEAD", False)
-    asked = part(a=lambda: {"ahead": [module.AHEAD for module in both]})
+    asked = part(a=lambda: {"ahead": [module.AHEAD for module in modules]})
     code, files = run(tmp_path, asked)
-    assert code == 0 and files["contract"]["groups"][0]["ahead"] == [False, False]
+    assert code == 0 and files["contract"]["groups"][0]["ahead"] == [False] * 3
     code, files = run(tmp_path, asked, words=["--ahead", "--fresh"])
-    assert code == 0 and files["contract"]["groups"][0]["ahead"] == [True, True]
+    assert code == 0 and files["contract"]["groups"][0]["ahead"] == [True] * 3
 
 
 @pytest.mark.parametrize(

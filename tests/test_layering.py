@@ -70,7 +70,8 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 SIBLINGS_APART = ("reference", "aten", "triton")  # files in these folders do not import one another
-SHARED = re.compile("_(tile|launch|gemm|sums|activation|cross_entropy|rotary|attention.*|int8.*)")  # but for these
+# but for these
+SHARED = re.compile("_(tile|launch|gemm.*|ffn.*|sums|activation|cross_entropy|rotary|attention.*|int8.*)")
 
 
 def modules():

@@ -3,7 +3,7 @@
 python -m bench.gpu                      all parts in order; files go to bench/results/<device>/<part>.json
 python -m bench.gpu --part contract      one part; may be repeated
 python -m bench.gpu --part sanitizers    NVIDIA's compute-sanitizer on the smallest calls, a second run of its own
-python -m bench.gpu --ahead --out FOLDER --op attention    Triton's attention by the kernel that waits for its proof
+python -m bench.gpu --ahead --out FOLDER --op attention    attention or ffn by the kernels that wait for their proof
 python -m bench.gpu --minutes 4          less time; the same command continues where it ended
 python -m bench.gpu --report FOLDER      prints the table of finished files; needs no GPU
 
@@ -59,9 +59,9 @@ def main(
             return _refuse(f"--report must name a folder that holds results, got {options.report}")
         return _report(files, names, STEMS)
     if options.ahead:
-        from tfm_kernels.triton import attention_bwd, attention_fwd  # here: a report needs no Triton
+        from tfm_kernels.triton import _gemm, attention_bwd, attention_fwd  # here: a report needs no Triton
 
-        for module in (attention_fwd, attention_bwd):
+        for module in (attention_fwd, attention_bwd, _gemm):
             module.AHEAD = True  # in the processes that follow, too, which are forks of this one
     now = ask(read)
     if "refusal" in now:
@@ -124,7 +124,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", action="append", default=[], metavar="STEM", help="only this op; may be repeated")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together; 8 unless told")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go")
-    parser.add_argument("--ahead", action="store_true", help="attention by Triton's kernels that wait for their proof")
+    parser.add_argument("--ahead", action="store_true", help="attention, ffn by Triton's kernels that wait for proof")
     parser.add_argument("--fresh", action="store_true", help="do everything anew")
     parser.add_argument("--list", action="store_true", help="print the parts and stop")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="print the table of a folder's files and stop")

@@ -62,6 +62,10 @@ GROUP_M = 8  # rows of tiles that go together: 8 x 8 tiles of 128 x 256 read 3 M
 PART = tl.constexpr(32)  # columns() of this width at the end of a tile
 LEAST_K = 512  # a part of k is not shorter: its partial sums cost 4 bytes an element, written and read
 
+# Whether products that _gemm_ahead.py and _ffn_fwd_ahead.py can do are done there, which no GPU has proven yet: `python
+# -m bench.gpu --ahead` does that.
+AHEAD = False
+
 
 def precision(dtype: torch.dtype) -> str:
     """How the products of a storage type are formed: "half" (16 bits), "ieee" or, where torch allows it, "tf32"."""
@@ -301,6 +305,12 @@ def gemm_kernel(
             store_tile(acc, c_ptr + split * M * N, offs_m, n * BLOCK_N, M, N, BLOCK_M, BLOCK_N, ALIGNED)
 
 
+def parts(K: int, config: Config) -> tuple[int, int]:
+    """(k of a part of the sum, how many parts there are)."""
+    part = max(1, _launch.cdiv(_launch.cdiv(K, config.splits), config.block_k) * config.block_k)
+    return part, max(1, _launch.cdiv(K, part))
+
+
 def gemm(
     a: Tensor, b: Tensor, config: Config, kind: str, aligned: bool, *, a_k_inner: bool, b_k_inner: bool,
     bias: Tensor | None = None, a2: Tensor | None = None, b2: Tensor | None = None, padded: bool = False,
@@ -325,8 +335,13 @@ def gemm(
     """
     M, K = a.shape if a_k_inner else (a.shape[1], a.shape[0])
     N = b.shape[0] if b_k_inner else b.shape[1]
-    part = _launch.cdiv(_launch.cdiv(K, config.splits), config.block_k) * config.block_k
-    splits = max(1, _launch.cdiv(K, part)) if part else 1
+    if AHEAD and into is None and count is None and rows is None and not padded:
+        from ._gemm_ahead import multiplied  # Gluon, which is Triton's experiment: not for every import
+
+        product = multiplied(a, b, bias, a2, b2, M, N, K, aligned, a_k_inner, b_k_inner)
+        if product is not None:
+            return product
+    part, splits = parts(K, config)
     shape, dtype = ((M, N), a.dtype) if splits == 1 else ((splits, M * N), torch.float32)
     if M == 0 or N == 0:
         return a.new_empty((M, N)) if into is None else into
@@ -334,7 +349,7 @@ def gemm(
     _launch.launch(
         gemm_kernel, (config.programs,),
         a_ptr=a, b_ptr=b, a2_ptr=a2, b2_ptr=b2, bias_ptr=bias, c_ptr=c, rows_ptr=rows, count_ptr=count, M=M, N=N, K=K,
-        part=max(part, 1), splits=splits, a_stride=a.stride(0), b_stride=b.stride(0),
+        part=part, splits=splits, a_stride=a.stride(0), b_stride=b.stride(0),
         a2_stride=0 if a2 is None else a2.stride(0), b2_stride=0 if b2 is None else b2.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=GROUP_M, A_K_INNER=a_k_inner,
         B_K_INNER=b_k_inner, ALIGNED=aligned, PRECISION="tf32" if kind == "tf32" else "ieee", STAGES=config.num_stages,

@@ -1,0 +1,71 @@
+"""What Gluon's products need of a GPU of compute capability 9: _gemm_ahead.py and _ffn_fwd_ahead.py, all features.
+
+python -m tests.aot.gemm_ahead_table    writes tests/aot/gemm_ahead.json anew (a minute)
+"""
+
+from pathlib import Path
+
+import torch
+
+from tests.aot import table
+from tests.aot.ffn_table import ACTIVATIONS, ALL_ROWS, GEMMS, OTHERS, argument_types, label
+from tests.aot.sass import compile_kernel, figures
+from tfm_kernels.triton import _ffn_fwd_ahead, _gemm, _gemm_ahead
+
+FILE = Path(__file__).with_name("gemm_ahead.json")
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+OPTIONAL = ("b1_ptr", "preact_ptr", "seed_ptr", "rows_ptr")
+# of the product: what else is called for, and parts of k, which are float32
+PRODUCTS = GEMMS | {
+    "x w^T without bias": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr"), "inner": (True, True)},
+    "dp w": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr"), "inner": (True, False)},
+    "dp^T x in parts": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr"), "inner": (False, False), "c": "*fp32"},
+}
+
+
+def config_of(dtype):
+    """The launch, of many tiles."""
+    return _gemm_ahead.pick_config(8192, 4096, 1024, False, True, TYPES[dtype], (9, 0))
+
+
+def entries():
+    """Name -> what to compile."""
+    found = {}
+    for dtype in TYPES:
+        for what, features in PRODUCTS.items():
+            a_k_inner, b_k_inner = features["inner"]
+            types = argument_types(_gemm_ahead.gemm_ahead_kernel, dtype, (*features["absent"], *ALL_ROWS))
+            types |= {"c_ptr": features.get("c", types["c_ptr"])}
+            found |= entry(
+                f"gemm_ahead {what}", _gemm_ahead.gemm_ahead_kernel, types, dtype, A_K_INNER=a_k_inner,
+                B_K_INNER=b_k_inner,
+            )  # fmt: skip
+        for (activation, word), gated in ((a, g) for a in ACTIVATIONS for g in (False, True)):
+            for features, absent in (("full", ()), ("plain", OPTIONAL)):
+                absent = (*absent, *(() if gated else ("gate_ptr",)))
+                others = OTHERS | {"F": "i64"}
+                types = argument_types(_ffn_fwd_ahead.ffn_fwd_ahead_kernel, dtype, absent, others)
+                found |= entry(
+                    f"ffn_fwd_ahead {word} {features}{' gated' * gated}", _ffn_fwd_ahead.ffn_fwd_ahead_kernel, types,
+                    dtype, ACTIVATION=activation.value,
+                )  # fmt: skip
+    return found
+
+
+def entry(what, kernel, types, dtype, **constexprs):
+    """{its name: what to compile}."""
+    config = config_of(dtype)
+    constexprs |= {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": _gemm.GROUP_M,
+    }  # fmt: skip
+    launch = {"kernel": kernel, "types": types, "constexprs": constexprs, "arch": 90, "num_warps": config.num_warps}
+    return {label(90, what, config, dtype, True): launch}
+
+
+def measure(launch):
+    """The figures of one entry."""
+    return figures(compile_kernel(**launch), ("HGMMA",))
+
+
+if __name__ == "__main__":
+    table.write(FILE, entries(), measure)
