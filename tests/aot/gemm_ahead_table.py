@@ -1,8 +1,9 @@
-"""What Gluon's products need of a GPU of compute capability 9: _gemm_ahead.py and _ffn_fwd_ahead.py, all features.
+"""What Gluon's products need of a GPU of compute capability 9: _gemm_ahead.py, _ffn_fwd_ahead.py, _ffn_bwd_ahead.py.
 
 python -m tests.aot.gemm_ahead_table    writes tests/aot/gemm_ahead.json anew (a minute)
 """
 
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -10,11 +11,19 @@ import torch
 from tests.aot import table
 from tests.aot.ffn_table import ACTIVATIONS, ALL_ROWS, GEMMS, OTHERS, argument_types, label
 from tests.aot.sass import compile_kernel, figures
-from tfm_kernels.triton import _ffn_fwd_ahead, _gemm, _gemm_ahead
+from tfm_kernels.triton import _ffn_bwd_ahead, _ffn_fwd_ahead, _gemm, _gemm_ahead
 
 FILE = Path(__file__).with_name("gemm_ahead.json")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-OPTIONAL = ("b1_ptr", "preact_ptr", "seed_ptr", "rows_ptr")
+# name -> (kernel, what may be None, what is None without a gate)
+HIDDEN = {
+    "ffn_fwd_ahead": (
+        _ffn_fwd_ahead.ffn_fwd_ahead_kernel, ("b1_ptr", "preact_ptr", "seed_ptr", "rows_ptr"), ("gate_ptr",),
+    ),
+    "ffn_bwd_ahead": (
+        _ffn_bwd_ahead.ffn_bwd_ahead_kernel, ("hidden_ptr", "db1_ptr", "seed_ptr", "rows_ptr"), ("g_ptr", "dg_ptr"),
+    ),
+}  # fmt: skip
 # of the product: what else is called for, and parts of k, which are float32
 PRODUCTS = GEMMS | {
     "x w^T without bias": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr"), "inner": (True, True)},
@@ -40,15 +49,12 @@ def entries():
                 f"gemm_ahead {what}", _gemm_ahead.gemm_ahead_kernel, types, dtype, A_K_INNER=a_k_inner,
                 B_K_INNER=b_k_inner,
             )  # fmt: skip
-        for (activation, word), gated in ((a, g) for a in ACTIVATIONS for g in (False, True)):
-            for features, absent in (("full", ()), ("plain", OPTIONAL)):
-                absent = (*absent, *(() if gated else ("gate_ptr",)))
-                others = OTHERS | {"F": "i64"}
-                types = argument_types(_ffn_fwd_ahead.ffn_fwd_ahead_kernel, dtype, absent, others)
-                found |= entry(
-                    f"ffn_fwd_ahead {word} {features}{' gated' * gated}", _ffn_fwd_ahead.ffn_fwd_ahead_kernel, types,
-                    dtype, ACTIVATION=activation.value,
-                )  # fmt: skip
+        for name, (activation, word), gated in product(HIDDEN, ACTIVATIONS, (False, True)):
+            kernel, optional, of_gate = HIDDEN[name]
+            for features, absent in (("full", ()), ("plain", optional)):
+                types = argument_types(kernel, dtype, (*absent, *(() if gated else of_gate)), OTHERS | {"F": "i64"})
+                what = f"{name} {word} {features}{' gated' * gated}"
+                found |= entry(what, kernel, types, dtype, ACTIVATION=activation.value)
     return found
 
 

@@ -1,4 +1,4 @@
-"""_gemm_ahead.py and _ffn_fwd_ahead.py, Gluon's kernels for compute capability 9, which run where AHEAD is set."""
+"""ffn by Gluon's kernels for GPUs of compute capability 9, which run where AHEAD is set: _gemm_ahead.py and others."""
 
 import itertools
 
@@ -12,8 +12,9 @@ from tests.ptx.test_traffic import assert_little_is_lost, traffic
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.triton import _ffn_fwd_ahead, _gemm, _gemm_ahead, _launch, ffn_fwd
 
-PRODUCT, HIDDEN = "gemm_ahead_kernel", "ffn_fwd_ahead_kernel"
-OTHERS = {"gemm_kernel", "ffn_fwd_kernel"}
+PRODUCT = "gemm_ahead_kernel"
+OWN = {PRODUCT, "ffn_fwd_ahead_kernel", "ffn_bwd_ahead_kernel"}
+OTHERS = {"gemm_kernel", "ffn_fwd_kernel", "ffn_bwd_kernel"}
 QUICK = 8
 
 
@@ -41,7 +42,7 @@ CASES = [
 def test_contract(case, gpu):
     assert_held(case, "triton", gpu)
     unaligned = case.levels["layout"] != "contiguous"
-    assert unaligned or {PRODUCT, HIDDEN} <= set(gpu.launches) and not OTHERS & set(gpu.launches)
+    assert unaligned or OWN <= set(gpu.launches) and not OTHERS & set(gpu.launches)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_many_tiles(dtype, gated, programs, monkeypatch, gpu):
     given = block(200, 328, 520, 72, dtype, gated)
     given["dropout_rows"] = torch.arange(200) * 3 + 2**33
     assert_contract("ffn", given, "triton")
-    assert {PRODUCT, HIDDEN} <= set(gpu.launches) and "ffn_fwd_kernel" not in gpu.launches
+    assert OWN <= set(gpu.launches) and not {"ffn_fwd_kernel", "ffn_bwd_kernel"} & set(gpu.launches)
 
 
 def factors(M, N, K, a_k_inner, b_k_inner, dtype, seed=0):
@@ -131,14 +132,14 @@ def test_any_order_of_groups_gives_the_same_bits(gpu):
 @pytest.mark.parametrize("activation, gated", [("gelu", False), ("silu", True)])
 def test_traffic(activation, gated, gpu):
     """Whole sectors, and no two words of one bank."""
-    sizes = {"x": (256, 256), "w1": (512, 256), "w2": (256, 512), "gate": (512, 256)}
+    sizes = {"x": (256, 256), "w1": (512, 256), "b1": (512,), "w2": (256, 512), "gate": (512, 256)}
     given = {name: torch.randn(size, dtype=torch.bfloat16).requires_grad_() for name, size in sizes.items()}
     call = lambda: tfk.ops.ffn(
-        given["x"], given["w1"], None, given["w2"], None, gate=given["gate"] if gated else None, dropout_p=0.1,
+        given["x"], given["w1"], given["b1"], given["w2"], None, gate=given["gate"] if gated else None, dropout_p=0.1,
         activation=activation, backend="triton",
     )  # fmt: skip
     found = traffic(gpu, call)
-    for name in (PRODUCT, HIDDEN):
+    for name in OWN:
         assert_little_is_lost(name, found[name], most=1.0)
 
 
@@ -162,4 +163,4 @@ def test_which_calls_are_its_own(monkeypatch):
 def test_left_alone_elsewhere(monkeypatch, gpu):
     monkeypatch.setattr(_gemm, "AHEAD", False)
     assert_contract("ffn", block(200, 40, 320, 72, torch.bfloat16), "triton")
-    assert OTHERS <= set(gpu.launches) and not {PRODUCT, HIDDEN} & set(gpu.launches)
+    assert OTHERS <= set(gpu.launches) and not OWN & set(gpu.launches)

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ._tile import inside, keep_tile, tile
+from ._tile import inside, keep_tile, near, tile
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -22,12 +22,6 @@ def kernel(function: Callable[..., Any]) -> Any:
         name for name, given in inspect.signature(function).parameters.items() if given.annotation != "tl.constexpr"
     ]
     return triton.jit(do_not_specialize=runtime)(function)
-
-
-@triton.jit
-def near(x, BOUND: tl.constexpr):
-    """A scalar as int32, clamped to -BOUND..BOUND."""
-    return tl.minimum(tl.maximum(x, -BOUND), BOUND).to(tl.int32)
 
 
 @triton.jit

@@ -11,8 +11,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ._attention import near
 from ._attention_pairs import shown_pairs
+from ._tile import near
 
 
 @gluon.jit

@@ -9,12 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from ._attention import near
+from ._ahead import begin_copy, by_16_bytes
 from ._attention_ahead_pairs import key_of, key_of_row
+from ._tile import near
 
-# the names since Triton 3.7 and 3.9, and before
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 AS_THEY_ARE, BY_FOUR, BY_TWO = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
@@ -34,12 +32,6 @@ def place_of(offs_t, ORDER: gl.constexpr):
     if ORDER == BY_TWO:
         offs_t = key_of_row(offs_t)
     return offs_t
-
-
-@gluon.constexpr_function
-def by_16_bytes(BLOCK_D, WARPS):
-    """The layout in which a thread has 8 of the BLOCK_D 16-bit numbers of a row, and a warp as few rows as can be."""
-    return gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
 
 
 @gluon.jit

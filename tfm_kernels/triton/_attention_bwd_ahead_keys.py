@@ -20,14 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ._attention import band, is_finite, near, queries_met, sequence, tiles_met
+from ._ahead import barrier, by_16_bytes
+from ._attention import band, is_finite, queries_met, sequence, tiles_met
 from ._attention_ahead_dropout import drawn_of, kept_of
 from ._attention_ahead_pairs import key_of_row, shown_transposed
 from ._attention_ahead_rows import (
     AS_THEY_ARE,
     BY_TWO,
-    barrier,
-    by_16_bytes,
     copy_numbers,
     copy_rows,
     store_rows,
@@ -35,6 +34,7 @@ from ._attention_ahead_rows import (
 )
 from ._attention_bwd_ahead_tile import RING, gradient_of, marked, negative
 from ._attention_bwd_tile import DELTA, OFFSET, SHIFT, TOP, at_least_0
+from ._tile import near
 
 
 @gluon.jit

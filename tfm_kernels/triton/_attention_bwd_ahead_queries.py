@@ -20,12 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ._attention import band, keys_met, near, sequence, tiles_met
+from ._ahead import barrier
+from ._attention import band, keys_met, sequence, tiles_met
 from ._attention_ahead_dropout import kept_weights
 from ._attention_ahead_pairs import shown_tile
-from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, barrier, copy_rows, store_rows, tile_of
+from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, copy_rows, store_rows, tile_of
 from ._attention_bwd_ahead_tile import RING, gradient_of, marked, negative
 from ._attention_bwd_tile import DELTA, SHIFT, TOP
+from ._tile import near
 
 
 @gluon.jit

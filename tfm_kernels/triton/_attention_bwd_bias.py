@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from ._attention import band, dots, kernel, keys_met, load_rows, near, sequence
+from ._attention import band, dots, kernel, keys_met, load_rows, sequence
 from ._attention_bwd_tile import DELTA, SHIFT, TOP, gradient_tile, load_statistics, statistic
+from ._tile import near
 
 
 @kernel

@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._attention import kept_tile, near
+from ._attention import kept_tile
 from ._attention_pairs import score_tile
+from ._tile import near
 
 TOP, SHIFT, OFFSET, DELTA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NUMBERS = 8  # kept of each row; the rest is there for the length of a load

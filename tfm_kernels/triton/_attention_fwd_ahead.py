@@ -21,11 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ._attention import band, finish, is_finite, keys_met, near, sequence, tiles_met, weigh
+from ._ahead import barrier, by_16_bytes
+from ._attention import band, finish, is_finite, keys_met, sequence, tiles_met, weigh
 from ._attention_ahead_dropout import kept_weights
 from ._attention_ahead_pairs import scored, words_of
-from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, barrier, by_16_bytes, copy_rows, store_rows, tile_of
+from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, copy_rows, store_rows, tile_of
 from ._attention_call import Config
+from ._tile import near
 
 RING = gl.constexpr(3)  # tiles of keys, and of values, that have a place at once: the stages of all launches
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._attention import near
-from ._tile import inside
+from ._tile import inside, near
 
 
 @triton.jit

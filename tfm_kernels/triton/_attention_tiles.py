@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from ._attention import band, kernel, keys_met, near, queries_met, sequence, start, tiles_met
+from ._attention import band, kernel, keys_met, queries_met, sequence, start, tiles_met
 from ._attention_pairs import load_pairs, visible_tile
+from ._tile import near
 
 
 @kernel

@@ -8,15 +8,11 @@ Source:  own work.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from . import _launch
 from ._activation import activate
-from ._attention import near
-from ._gemm import GROUP_M, Config
+from ._gemm import Config
 from ._gemm_ahead import (
     COPYING,
     MULTIPLYING,
@@ -25,7 +21,7 @@ from ._gemm_ahead import (
     WARPS,
     barriers,
     by_columns,
-    copy_product,
+    copy_tiles,
     load_columns,
     multiply,
     part_of,
@@ -35,7 +31,7 @@ from ._gemm_ahead import (
     tiles_of,
 )
 from ._gemm_ahead import pick_config as pick_product
-from ._tile import philox
+from ._tile import near, philox
 
 
 def pick_config(
@@ -46,8 +42,23 @@ def pick_config(
 
 
 @gluon.jit
-def kept(seed_ptr, rows, first, last_dropped, by: gl.constexpr):
-    """(ROWS, PART) bool of dropout (_tile.keep_blocks) for rows (ROWS,) int64 and columns first + 0, 1, ..."""
+def first_of_four(t):
+    """(ROWS, PART // 4) of (ROWS, PART): the first of each four columns."""
+    t, _ = gl.split(gl.reshape(t, [ROWS, PART // 4, 2, 2]))
+    t, _ = gl.split(t)
+    return t
+
+
+@gluon.jit
+def kept_part(seed_ptr, rows_ptr, m0, left_m, first, last_dropped, by: gl.constexpr):
+    """(ROWS, PART) bool of dropout (_tile.keep_blocks), from row m0, with ``left_m`` left, and column ``first``.
+
+    A thread has 8 columns that follow each other.
+    """
+    offs_m = gl.arange(0, ROWS, gl.SliceLayout(1, by))
+    rows = m0 + offs_m
+    if rows_ptr is not None:
+        rows = gl.load(rows_ptr + rows, mask=offs_m < left_m, other=0)
     alike = gl.zeros([ROWS, PART], gl.int32, by)
     blocks = alike + gl.expand_dims(gl.arange(0, PART, gl.SliceLayout(0, by)) // 4, 0)
     blocks = first_of_four(blocks) + first // 4
@@ -59,14 +70,6 @@ def kept(seed_ptr, rows, first, last_dropped, by: gl.constexpr):
     draws = gl.reshape(gl.join(gl.join(w0, w2), gl.join(w1, w3)), [ROWS, PART])
     least = (last_dropped ^ -0x80000000).to(gl.uint32, bitcast=True)
     return gl.convert_layout(draws, by, assert_trivial=True) > least
-
-
-@gluon.jit
-def first_of_four(t):
-    """(ROWS, PART // 4) of (ROWS, PART): the first of each four columns."""
-    t, _ = gl.split(gl.reshape(t, [ROWS, PART // 4, 2, 2]))
-    t, _ = gl.split(t)
-    return t
 
 
 @gluon.jit
@@ -86,28 +89,9 @@ def finish(
     if gate_ptr is not None:
         h *= g
     if seed_ptr is not None:
-        offs_m = gl.arange(0, ROWS, gl.SliceLayout(1, by))
-        rows = m0 + offs_m
-        if rows_ptr is not None:
-            rows = gl.load(rows_ptr + rows, mask=offs_m < left_m, other=0)
-        h = gl.where(kept(seed_ptr, rows, f0 + part * PART, last_dropped, by), h * scale, 0.0)
+        keep = kept_part(seed_ptr, rows_ptr, m0, left_m, f0 + part * PART, last_dropped, by)
+        h = gl.where(keep, h * scale, 0.0)  # a dropped inf or NaN is dropped, not multiplied
     store_part(h, hidden_ptr, part, left_m, left_f, F, by)
-
-
-@gluon.jit
-def copy_tiles(
-    a, b, full, empty, x_ptr, w1_ptr, gate_ptr, M, E, F, x_stride_m, w1_stride_f, gate_stride_f,
-    BLOCK_M: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-):  # fmt: skip
-    """The group that copies."""
-    slot, turn = 0, 1
-    for number in range(gl.program_id(0), tiles_of(M, F, 1, BLOCK_M, BLOCK_F), gl.num_programs(0)):
-        m0, f0, _, first, last = tile_and_part(number, M, F, E, E, BLOCK_M, BLOCK_F, GROUP_M)
-        slot, turn = copy_product(
-            a, b, full, empty, slot, turn, x_ptr, w1_ptr, gate_ptr, m0, f0, M, F, first, last, x_stride_m, w1_stride_f,
-            gate_stride_f, BLOCK_M, BLOCK_F, BLOCK_K, True, True,
-        )  # fmt: skip
-    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -175,29 +159,9 @@ def ffn_fwd_ahead_kernel(
             ),
             (
                 copy_tiles,
-                (a, b, full, empty, x_ptr, w1_ptr, gate_ptr, M, E, F, x_stride_m, w1_stride_f, gate_stride_f, BLOCK_M,
-                 BLOCK_F, BLOCK_K, GROUP_M),
+                (a, b, full, empty, x_ptr, w1_ptr, gate_ptr, None, None, M, F, E, E, 1, x_stride_m, w1_stride_f,
+                 gate_stride_f, 0, 0, BLOCK_M, BLOCK_F, BLOCK_K, GROUP_M, True, True),
             ),
         ],
         [WARPS, WARPS], [MULTIPLYING, COPYING],
     )  # fmt: skip
-
-
-def hide(
-    x: Tensor, w1: Tensor, b1: Tensor | None, gate: Tensor | None, hidden: Tensor, preact: Tensor | None,
-    activation: int, scale: float, last_dropped: int, seed: Tensor | None, dropout_rows: Tensor | None, aligned: bool,
-) -> bool:  # fmt: skip
-    """Whether the call is one of this kernel, which then writes ``hidden`` and ``preact``; on the current device."""
-    (M, E), F = x.shape, w1.shape[0]
-    config = pick_config(M, F, gate is not None, aligned, x.dtype, _launch.capability(x))
-    if config is None:
-        return False
-    _launch.launch(
-        ffn_fwd_ahead_kernel, (config.programs,),
-        x_ptr=x, w1_ptr=w1, b1_ptr=b1, gate_ptr=gate, hidden_ptr=hidden, preact_ptr=preact, seed_ptr=seed,
-        rows_ptr=dropout_rows, M=M, E=E, F=F, x_stride_m=x.stride(0), w1_stride_f=w1.stride(0),
-        gate_stride_f=0 if gate is None else gate.stride(0), scale=scale, last_dropped=last_dropped,
-        ACTIVATION=activation, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=GROUP_M,
-        num_warps=config.num_warps, enable_fp_fusion=False,
-    )  # fmt: skip
-    return True

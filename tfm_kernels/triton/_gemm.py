@@ -335,25 +335,28 @@ def gemm(
     """
     M, K = a.shape if a_k_inner else (a.shape[1], a.shape[0])
     N = b.shape[0] if b_k_inner else b.shape[1]
-    if AHEAD and into is None and count is None and rows is None and not padded:
-        from ._gemm_ahead import multiplied  # Gluon, which is Triton's experiment: not for every import
+    kernel, own = gemm_kernel, {
+        "rows_ptr": rows, "count_ptr": count, "ALIGNED": aligned, "PRECISION": "tf32" if kind == "tf32" else "ieee",
+        "STAGES": config.num_stages, "A_PADDED": padded, "ADDS": into is not None, "maxnreg": config.max_registers,
+    }  # fmt: skip
+    if AHEAD and into is None and count is None and rows is None and not padded and (bias is None or b_k_inner):
+        from . import _gemm_ahead as ahead  # Gluon, which is Triton's experiment: not for every import
 
-        product = multiplied(a, b, bias, a2, b2, M, N, K, aligned, a_k_inner, b_k_inner)
-        if product is not None:
-            return product
+        plain = bias is None and a2 is None
+        chosen = ahead.pick_config(M, N, K, plain, aligned, a.dtype, _launch.capability(a))
+        if chosen is not None:
+            config, kernel, own = chosen, ahead.gemm_ahead_kernel, {}
     part, splits = parts(K, config)
     shape, dtype = ((M, N), a.dtype) if splits == 1 else ((splits, M * N), torch.float32)
     if M == 0 or N == 0:
         return a.new_empty((M, N)) if into is None else into
     c = torch.empty(shape, dtype=dtype, device=a.device) if into is None else into
     _launch.launch(
-        gemm_kernel, (config.programs,),
-        a_ptr=a, b_ptr=b, a2_ptr=a2, b2_ptr=b2, bias_ptr=bias, c_ptr=c, rows_ptr=rows, count_ptr=count, M=M, N=N, K=K,
-        part=part, splits=splits, a_stride=a.stride(0), b_stride=b.stride(0),
-        a2_stride=0 if a2 is None else a2.stride(0), b2_stride=0 if b2 is None else b2.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=GROUP_M, A_K_INNER=a_k_inner,
-        B_K_INNER=b_k_inner, ALIGNED=aligned, PRECISION="tf32" if kind == "tf32" else "ieee", STAGES=config.num_stages,
-        A_PADDED=padded, ADDS=into is not None, num_warps=config.num_warps, maxnreg=config.max_registers,
-        enable_fp_fusion=False,
+        kernel, (config.programs,),
+        a_ptr=a, b_ptr=b, a2_ptr=a2, b2_ptr=b2, bias_ptr=bias, c_ptr=c, M=M, N=N, K=K, part=part, splits=splits,
+        a_stride=a.stride(0), b_stride=b.stride(0), a2_stride=0 if a2 is None else a2.stride(0),
+        b2_stride=0 if b2 is None else b2.stride(0), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, GROUP_M=GROUP_M, A_K_INNER=a_k_inner, B_K_INNER=b_k_inner, num_warps=config.num_warps,
+        enable_fp_fusion=False, **own,
     )  # fmt: skip
     return c if splits == 1 or into is not None else sum_rows(c, a.dtype).view(M, N)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,10 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import _launch
-from ._attention import near
-from ._attention_ahead_rows import begin_copy, by_16_bytes
-from ._gemm import GROUP_M, LEAST_K, Config, columns, fills, parts, place, tiles
-from ._sums import sum_rows
+from ._ahead import begin_copy, by_16_bytes
+from ._gemm import LEAST_K, Config, columns, fills, place, tiles
+from ._tile import near
 
 RING = gl.constexpr(4)  # steps of k that have a place at once
 WARPS = gl.constexpr(4)  # of a group
@@ -260,24 +258,23 @@ def tiles_of(M, N, splits, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def copy_tiles(
-    a, b, full, empty, a_ptr, b_ptr, a2_ptr, b2_ptr, M, N, K, part, splits, a_stride, b_stride, a2_stride, b2_stride,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    a, b, full, empty, a_ptr, b_ptr, gate_ptr, a2_ptr, b2_ptr, M, N, K, part, splits, a_stride, b_stride, gate_stride,
+    a2_stride, b2_stride, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     A_K_INNER: gl.constexpr, B_K_INNER: gl.constexpr,
 ):  # fmt: skip
-    """The group that copies."""
+    """The group that copies. Its copies are waited for where they are read."""
     slot, turn = 0, 1
     for number in range(gl.program_id(0), tiles_of(M, N, splits, BLOCK_M, BLOCK_N), gl.num_programs(0)):
         m0, n0, _, first, last = tile_and_part(number, M, N, K, part, BLOCK_M, BLOCK_N, GROUP_M)
         slot, turn = copy_product(
-            a, b, full, empty, slot, turn, a_ptr, b_ptr, None, m0, n0, M, N, first, last, a_stride, b_stride, 0,
-            BLOCK_M, BLOCK_N, BLOCK_K, A_K_INNER, B_K_INNER,
+            a, b, full, empty, slot, turn, a_ptr, b_ptr, gate_ptr, m0, n0, M, N, first, last, a_stride, b_stride,
+            gate_stride, BLOCK_M, BLOCK_N, BLOCK_K, A_K_INNER, B_K_INNER,
         )  # fmt: skip
         if a2_ptr is not None:
             slot, turn = copy_product(
-                a, b, full, empty, slot, turn, a2_ptr, b2_ptr, None, m0, n0, M, N, first, last, a2_stride, b2_stride,
-                0, BLOCK_M, BLOCK_N, BLOCK_K, A_K_INNER, B_K_INNER,
+                a, b, full, empty, slot, turn, a2_ptr, b2_ptr, None, m0, n0, M, N, first, last, a2_stride, b2_stride, 0,
+                BLOCK_M, BLOCK_N, BLOCK_K, A_K_INNER, B_K_INNER,
             )  # fmt: skip
-    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -338,32 +335,9 @@ def gemm_ahead_kernel(
             ),
             (
                 copy_tiles,
-                (a, b, full, empty, a_ptr, b_ptr, a2_ptr, b2_ptr, M, N, K, part, splits, a_stride, b_stride, a2_stride,
-                 b2_stride, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_K_INNER, B_K_INNER),
+                (a, b, full, empty, a_ptr, b_ptr, None, a2_ptr, b2_ptr, M, N, K, part, splits, a_stride, b_stride, 0,
+                 a2_stride, b2_stride, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_K_INNER, B_K_INNER),
             ),
         ],
         [WARPS, WARPS], [MULTIPLYING, COPYING],
     )  # fmt: skip
-
-
-def multiplied(
-    a: Tensor, b: Tensor, bias: Tensor | None, a2: Tensor | None, b2: Tensor | None, M: int, N: int, K: int,
-    aligned: bool, a_k_inner: bool, b_k_inner: bool,
-) -> Tensor | None:  # fmt: skip
-    """_gemm.gemm() of the same arguments, launched on the current device; None where it is to do it itself."""
-    plain = bias is None and a2 is None
-    config = pick_config(M, N, K, plain, aligned, a.dtype, _launch.capability(a))
-    if config is None or (bias is not None and not b_k_inner):
-        return None
-    part, splits = parts(K, config)
-    shape, dtype = ((M, N), a.dtype) if splits == 1 else ((splits, M * N), torch.float32)
-    c = torch.empty(shape, dtype=dtype, device=a.device)
-    _launch.launch(
-        gemm_ahead_kernel, (config.programs,),
-        a_ptr=a, b_ptr=b, a2_ptr=a2, b2_ptr=b2, bias_ptr=bias, c_ptr=c, M=M, N=N, K=K, part=part, splits=splits,
-        a_stride=a.stride(0), b_stride=b.stride(0), a2_stride=0 if a2 is None else a2.stride(0),
-        b2_stride=0 if b2 is None else b2.stride(0), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, GROUP_M=GROUP_M, A_K_INNER=a_k_inner, B_K_INNER=b_k_inner, num_warps=config.num_warps,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return c if splits == 1 else sum_rows(c, a.dtype).view(M, N)

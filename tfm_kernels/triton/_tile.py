@@ -22,6 +22,12 @@ def tile(ptr, row_offsets, offs_n, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def near(x, BOUND: tl.constexpr):
+    """A scalar as int32, clamped to -BOUND..BOUND."""
+    return tl.minimum(tl.maximum(x, -BOUND), BOUND).to(tl.int32)
+
+
+@triton.jit
 def power_of_e(t):
     """e^t, to |t| 2^-24 of itself, and 0 below 2^-126: half of tl.exp's instructions are for what is less."""
     return tl.exp2(t * 1.44269504088896340736)

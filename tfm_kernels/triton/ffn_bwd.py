@@ -172,10 +172,21 @@ def ffn_bwd(
                 p, g = preact[:, :F], None if gate is None else preact[:, F:]
             dropped = dropout_p > 0.0
             config = pick_config(M, F, kind, gate is None and not dropped, aligned, capability)
-            db1s = new(_launch.cdiv(M, config.block_m) if need_b1 else 0, F, dtype=torch.float32)
+            kernel, sums, own = ffn_bwd_kernel, _launch.cdiv(M, config.block_m), {
+                "ALIGNED": aligned, "PRECISION": "tf32" if kind == "tf32" else "ieee", "STAGES": config.num_stages,
+                "maxnreg": config.max_registers,
+            }  # fmt: skip
+            if _gemm.AHEAD:
+                from . import _ffn_bwd_ahead as ahead  # Gluon, which is Triton's experiment: not for every import
+
+                chosen = ahead.pick_config(M, F, aligned, x.dtype, capability)
+                if chosen is not None:
+                    config, kernel, own = chosen, ahead.ffn_bwd_ahead_kernel, {}
+                    sums = _launch.cdiv(M, config.block_m) * ahead.SUMS
+            db1s = new(sums if need_b1 else 0, F, dtype=torch.float32)
             if M > 0 and F > 0:
                 _launch.launch(
-                    ffn_bwd_kernel, (config.programs,),
+                    kernel, (config.programs,),
                     dy_ptr=dy, w2_ptr=w2, p_ptr=p, g_ptr=g, hidden_ptr=hidden if need_w2 else None,
                     dp_ptr=dp if need_dp else None, dg_ptr=dg if need_dg else None,
                     db1_ptr=db1s if need_b1 else None, seed_ptr=seed if dropped else None,
@@ -183,8 +194,7 @@ def ffn_bwd(
                     M=M, F=F, Eo=Eo if need_dp or need_dg else 0, dy_stride_m=dy.stride(0), w2_stride_o=w2.stride(0),
                     p_stride_m=p.stride(0), scale=scale, last_dropped=last_dropped, ACTIVATION=activation,
                     BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=_gemm.GROUP_M,
-                    ALIGNED=aligned, PRECISION="tf32" if kind == "tf32" else "ieee", STAGES=config.num_stages,
-                    num_warps=config.num_warps, maxnreg=config.max_registers, enable_fp_fusion=False,
+                    num_warps=config.num_warps, enable_fp_fusion=False, **own,
                 )  # fmt: skip
         return (
             rows_by(dp, w1, False, a2=dg if need_dg else None, b2=gate if need_dg else None) if need_x else new(0),

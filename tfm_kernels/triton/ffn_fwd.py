@@ -166,26 +166,29 @@ def ffn_fwd(
     new = lambda *size: torch.empty(size, dtype=x.dtype, device=x.device)  # noqa: E731
     preact = new(M, 2 * F if gated else F) if save_preact else new(0)
     hidden = new(M, F)
-    seed = seed if dropped else None
-    rows = dropout_rows.contiguous() if dropped and dropout_rows is not None else None
-    saved = preact if save_preact else None
     with _launch.on(x):
-        ahead = False
-        if _gemm.AHEAD:
-            from ._ffn_fwd_ahead import hide  # Gluon, which is Triton's experiment: not for every import
+        if M > 0 and F > 0:
+            capability = _launch.capability(x)
+            config = pick_config(M, F, kind, gated, aligned, capability)
+            kernel, own = ffn_fwd_kernel, {
+                "ALIGNED": aligned, "PRECISION": "tf32" if kind == "tf32" else "ieee", "STAGES": config.num_stages,
+                "maxnreg": config.max_registers,
+            }  # fmt: skip
+            if _gemm.AHEAD:
+                from . import _ffn_fwd_ahead as ahead  # Gluon, which is Triton's experiment: not for every import
 
-            ahead = hide(x, w1, b1, gate, hidden, saved, activation, scale, last_dropped, seed, rows, aligned)
-        if M > 0 and F > 0 and not ahead:
-            config = pick_config(M, F, kind, gated, aligned, _launch.capability(x))
+                chosen = ahead.pick_config(M, F, gated, aligned, x.dtype, capability)
+                if chosen is not None:
+                    config, kernel, own = chosen, ahead.ffn_fwd_ahead_kernel, {}
             _launch.launch(
-                ffn_fwd_kernel, (config.programs,),
-                x_ptr=x, w1_ptr=w1, b1_ptr=b1, gate_ptr=gate, hidden_ptr=hidden, preact_ptr=saved, seed_ptr=seed,
-                rows_ptr=rows, M=M, E=E, F=F, x_stride_m=x.stride(0), w1_stride_f=w1.stride(0),
+                kernel, (config.programs,),
+                x_ptr=x, w1_ptr=w1, b1_ptr=b1, gate_ptr=gate, hidden_ptr=hidden,
+                preact_ptr=preact if save_preact else None, seed_ptr=seed if dropped else None,
+                rows_ptr=dropout_rows.contiguous() if dropped and dropout_rows is not None else None,
+                M=M, E=E, F=F, x_stride_m=x.stride(0), w1_stride_f=w1.stride(0),
                 gate_stride_f=0 if gate is None else gate.stride(0), scale=scale, last_dropped=last_dropped,
                 ACTIVATION=activation, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-                GROUP_M=_gemm.GROUP_M, ALIGNED=aligned, PRECISION="tf32" if kind == "tf32" else "ieee",
-                STAGES=config.num_stages, num_warps=config.num_warps, maxnreg=config.max_registers,
-                enable_fp_fusion=False,
+                GROUP_M=_gemm.GROUP_M, num_warps=config.num_warps, enable_fp_fusion=False, **own,
             )  # fmt: skip
         config = _gemm.pick_config(M, Eo, kind, aligned, _launch.capability(x))
         y = gemm(hidden, w2, config, kind, aligned, a_k_inner=True, b_k_inner=True, bias=b2)
