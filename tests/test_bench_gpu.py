@@ -67,16 +67,18 @@ def test_an_unavailable_tool_is_not_red(tmp_path):
 
 def test_all_processes_run_the_kernels_that_wait(tmp_path, monkeypatch):
     pytest.importorskip("triton")
-    from tfm_kernels.triton import _gemm, attention_bwd, attention_fwd
+    from tfm_kernels.triton import _gemm, _gemm_ahead, attention_bwd, attention_fwd
 
     modules = attention_fwd, attention_bwd, _gemm
     for module in modules:
         monkeypatch.setattr(module, "AHEAD", False)
-    asked = part(a=lambda: {"ahead": [module.AHEAD for module in modules]})
+    monkeypatch.setattr(_gemm_ahead, "LEAST", _gemm_ahead.LEAST)
+    asked = part(a=lambda: {"ahead": [module.AHEAD for module in modules], "least": _gemm_ahead.LEAST})
+    found = lambda files: [files["contract"]["groups"][0][name] for name in ("ahead", "least")]
     code, files = run(tmp_path, asked)
-    assert code == 0 and files["contract"]["groups"][0]["ahead"] == [False] * 3
+    assert code == 0 and found(files) == [[False] * 3, 7]
     code, files = run(tmp_path, asked, words=["--ahead", "--fresh"])
-    assert code == 0 and files["contract"]["groups"][0]["ahead"] == [True] * 3
+    assert code == 0 and found(files) == [[True] * 3, 0]
 
 
 @pytest.mark.parametrize(

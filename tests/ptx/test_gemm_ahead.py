@@ -155,6 +155,9 @@ def test_which_calls_are_its_own(monkeypatch):
     small = (1024, 1024, 8192, True, True, torch.float16, (9, 0))
     assert pick(*small).splits == 4 and pick(*small).programs == 128
     assert pick(*small[:3], False, *small[4:]) is None and pick(*small[:2], 1024, *small[3:]) is None
+    with monkeypatch.context() as changed:
+        changed.setattr(_gemm_ahead, "LEAST", 0)
+        assert pick(8, 8, 8, *own[3:]).programs == 1 and pick(0, 8, 8, *own[3:]) is None
     for M, F, gated in itertools.product((100, 8192), (64, 4096), (False, True)):
         config = _ffn_fwd_ahead.pick_config(M, F, gated, True, torch.bfloat16, (9, 0))
         assert (config is None) == (M == 100 or F == 64)

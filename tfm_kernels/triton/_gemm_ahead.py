@@ -28,13 +28,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import _launch
 from ._ahead import begin_copy, by_16_bytes
-from ._gemm import LEAST_K, Config, columns, fills, place, tiles
+from ._gemm import LEAST_K, Config, columns, place, tiles
 from ._tile import near
 
 RING = gl.constexpr(4)  # steps of k that have a place at once
 WARPS = gl.constexpr(4)  # of a group
 ROWS = gl.constexpr(64)  # of a tile that one group multiplies
 PART = gl.constexpr(32)  # columns that a group ends at once
+LEAST = 7  # eighths of the multiprocessors: calls with less work are _gemm.py's; bench.gpu --ahead leaves it none
 # registers of a thread: the two groups that multiply have what the one that copies leaves
 MULTIPLYING, COPYING = gl.constexpr(216), gl.constexpr(80)
 
@@ -51,9 +52,9 @@ def pick_config(
         return None
     found = Config(128, 256, 64, num_warps=WARPS.value, num_stages=RING.value, programs=_launch.MULTIPROCESSORS[9])
     count = tiles(M, N, found)
-    if splits and not fills(M, N, found, found.programs):
-        found = replace(found, splits=max(1, min(found.programs // max(count, 1), K // LEAST_K)))
-    if 8 * count * found.splits < 7 * found.programs:
+    if splits and 0 < 8 * count < 7 * found.programs:
+        found = replace(found, splits=max(1, min(found.programs // count, K // LEAST_K)))
+    if count == 0 or 8 * count * found.splits < LEAST * found.programs:
         return None
     return replace(found, programs=min(found.programs, count * found.splits))
 
