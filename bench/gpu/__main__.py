@@ -59,12 +59,8 @@ def main(
             return _refuse(f"--report must name a folder that holds results, got {options.report}")
         return _report(files, names, STEMS)
     if options.ahead:
-        from tfm_kernels.triton import (
-            _gemm,
-            _gemm_ahead,
-            attention_bwd,
-            attention_fwd,
-        )  # here: a report needs no Triton
+        # here: a report needs no Triton
+        from tfm_kernels.triton import _gemm, _gemm_ahead, attention_bwd, attention_fwd
 
         for module in (attention_fwd, attention_bwd, _gemm):
             module.AHEAD = True  # in the processes that follow, too, which are forks of this one

@@ -24,6 +24,7 @@ from ._gemm_ahead import (
     barriers,
     columns_of_part,
     copy_tiles,
+    load_part,
     multiply,
     part_of,
     ring_of,
@@ -34,21 +35,14 @@ from ._gemm_ahead import (
 from ._gemm_ahead import pick_config as pick_product
 from ._tile import near
 
-SUMS = 8  # rows of sums of dp that a tile has: each warp of the groups that multiply writes those of its own rows
+SUMS = (
+    2 * WARPS.value
+)  # rows of sums of dp that a tile has: each warp of the groups that multiply writes those of its own rows
 
 
 def pick_config(M: int, F: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config | None:
     """The launch for dh (M, F); None where ffn_bwd.py's own is taken."""
     return pick_product(M, F, 0, False, aligned, dtype, capability)
-
-
-@gluon.jit
-def load_part(ptr, part: gl.constexpr, left_m, left_n, stride_m, by: gl.constexpr):
-    """(ROWS, PART) float32 of what store_part() writes; 0 where there is nothing."""
-    offs_m, offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, by)), columns_of_part(part, by)
-    mask = gl.expand_dims(offs_m < left_m, 1) & gl.expand_dims(offs_n < left_n // 8 * 8, 0)
-    ptrs = ptr + gl.expand_dims(offs_m * stride_m, 1) + gl.expand_dims(offs_n, 0)
-    return gl.load(gl.multiple_of(ptrs, [1, 16]), mask=mask, other=0.0).to(gl.float32)
 
 
 @gluon.jit

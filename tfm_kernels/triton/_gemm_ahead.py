@@ -229,14 +229,28 @@ def load_columns(ptr, part: gl.constexpr, left_n, by: gl.constexpr):
 
 
 @gluon.jit
-def store_part(value, ptr, part: gl.constexpr, left_m, left_n, stride_m, by: gl.constexpr):
-    """Writes (ROWS, PART) of a matrix, rounded once to its type: ``ptr`` points to the first element of a group's half
-    of a tile, and ``left_m`` rows and ``left_n`` columns are left from there.
+def pointers_of_part(ptr, part: gl.constexpr, left_m, left_n, stride_m, by: gl.constexpr):
+    """(pointers, which exist), (ROWS, PART) of a matrix: ``ptr`` points to the first element of a group's half of a
+    tile, and ``left_m`` rows and ``left_n`` columns are left from there.
     """
     offs_m, offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, by)), columns_of_part(part, by)
     mask = gl.expand_dims(offs_m < left_m, 1) & gl.expand_dims(offs_n < left_n // 8 * 8, 0)
     ptrs = ptr + gl.expand_dims(offs_m * stride_m, 1) + gl.expand_dims(offs_n, 0)
-    gl.store(gl.multiple_of(ptrs, [1, 16]), value.to(ptr.dtype.element_ty), mask=mask)
+    return gl.multiple_of(ptrs, [1, 16]), mask
+
+
+@gluon.jit
+def load_part(ptr, part: gl.constexpr, left_m, left_n, stride_m, by: gl.constexpr):
+    """(ROWS, PART) float32 of pointers_of_part()'s matrix; 0 where there is nothing."""
+    ptrs, mask = pointers_of_part(ptr, part, left_m, left_n, stride_m, by)
+    return gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def store_part(value, ptr, part: gl.constexpr, left_m, left_n, stride_m, by: gl.constexpr):
+    """Writes (ROWS, PART) of pointers_of_part()'s matrix, rounded once to its type."""
+    ptrs, mask = pointers_of_part(ptr, part, left_m, left_n, stride_m, by)
+    gl.store(ptrs, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
