@@ -200,8 +200,8 @@ def attention_fwd_kernel(
         CHUNK, STAGES, False,
     )  # fmt: skip
     if bias_ptr is not None or keep_ptr is not None:
-        if not is_finite(acc):
-            acc, sums, tops = attend(
+        if not is_finite(acc):  # sums hold already, and to the bit
+            acc, _, tops = attend(
                 q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, first_row, slot,
                 list_width, m0, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t,
                 bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D,
