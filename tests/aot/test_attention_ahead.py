@@ -34,3 +34,6 @@ def test_every_launch_is_compiled():
         for kernel in attention_ahead_table.KERNELS:
             for call in attention_ahead_table.BACKWARD:
                 assert attention_ahead_table.backward(kernel, width, *call)[0] in ENTRIES
+        for call in attention_ahead_table.SUMS:
+            found = attention_ahead_table.sums(width, *call)
+            assert found is None or found[0] in ENTRIES

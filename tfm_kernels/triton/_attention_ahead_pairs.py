@@ -78,6 +78,13 @@ def shown_tile(m0, n0, live, low, high, scores: gl.constexpr, BLOCK_M: gl.conste
 
 
 @gluon.jit
+def seen_keys(shown, m0, tq, scores: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(BLOCK_N,) int32: more than 0 where a query that there is sees a key of a tile."""
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores))
+    return gl.max((shown & gl.expand_dims(rows < near(tq - m0, 4096), 1)).to(gl.int32), 0)
+
+
+@gluon.jit
 def shown_transposed(m0, n0, tq, live, low, high, scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """(BLOCK_N, BLOCK_M) bool, keys in key_of_row()'s order: what band and length show to queries that there are."""
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))

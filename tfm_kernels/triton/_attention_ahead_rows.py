@@ -25,6 +25,16 @@ def tile_of(c, first, full_first, full_last, last):
 
 
 @gluon.jit
+def listed_tile_of(c, count, first, full_first, full_last, last, list_ptr):
+    """The number of the c-th of ``count`` tiles: of a list, or in tile_of()'s order."""
+    if list_ptr is not None:
+        number = gl.load(list_ptr + c, mask=c < count, other=0)
+    else:
+        number = tile_of(c, first, full_first, full_last, last)
+    return number
+
+
+@gluon.jit
 def place_of(offs_t, ORDER: gl.constexpr):
     """The row that lies at each place of a tile."""
     if ORDER == BY_FOUR:
@@ -37,20 +47,26 @@ def place_of(offs_t, ORDER: gl.constexpr):
 @gluon.jit
 def copy_rows(
     to, ptr, first, begin, end, stride_t, D, ORDER: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr,
-    WARPS: gl.constexpr, chosen=None,
+    WARPS: gl.constexpr, chosen=None, none=0,
 ):  # fmt: skip
     """Begins to copy rows first + 0, 1, ... of one head to shared memory; 0 beyond D, outside begin..end - 1, and in
     rows that are not ``chosen`` (BLOCK_T,) bool, in their places.
+
+    A thread's rows are written as one that depends on it and others that do not, which take no registers of its own.
+    ``none`` is a 0 of which the compiler knows nothing, where that one is not to be kept from tile to tile.
     """
     by: gl.constexpr = by_16_bytes(BLOCK_D, WARPS)
-    offs_t = place_of(gl.arange(0, BLOCK_T, gl.SliceLayout(1, by)), ORDER)
+    AT_ONCE: gl.constexpr = WARPS * 32 // (BLOCK_D // 8)  # rows that are copied by one instruction
+    offs = gl.arange(0, BLOCK_T, gl.SliceLayout(1, by))
+    own, common = place_of(offs % AT_ONCE, ORDER), place_of(offs // AT_ONCE * AT_ONCE, ORDER)
+    own += none
     offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, by))
-    rows = (offs_t >= near(begin - first, 4096)) & (offs_t < near(end - first, 4096))
+    rows = (own + common >= near(begin - first, 4096)) & (own + common < near(end - first, 4096))
     if chosen is not None:
         rows = rows & chosen
     mask = gl.expand_dims(rows, 1) & gl.expand_dims(offs_d < D // 8 * 8, 0)
-    ptrs = ptr + first * stride_t + gl.expand_dims(offs_t * stride_t, 1) + gl.expand_dims(offs_d, 0)
-    begin_copy(to, gl.multiple_of(ptrs, [1, 16]), mask=mask)
+    ptrs = ptr + first * stride_t + gl.expand_dims(own * stride_t, 1) + gl.expand_dims(offs_d, 0)
+    begin_copy(to, gl.multiple_of(ptrs + gl.expand_dims(common * stride_t, 1), [1, 16]), mask=mask)
     async_copy.commit_group()
 
 

@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ._ahead import barrier, by_16_bytes
 from ._attention import band, finish, is_finite, keys_met, sequence, tiles_met, weigh
 from ._attention_ahead_dropout import kept_weights
-from ._attention_ahead_pairs import scored, words_of
-from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, copy_rows, store_rows, tile_of
+from ._attention_ahead_pairs import scored, seen_keys, words_of
+from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, copy_rows, listed_tile_of, store_rows
 from ._attention_call import Config
 from ._tile import near
 
@@ -48,16 +48,6 @@ def pick_config(
     if queries <= 64 or block_d == 64:
         return Config(64, 64, block_d, 0, 4, 3, 168 if block_d == 64 else None)
     return Config(128, 64, block_d, 0, num_warps=8, num_stages=3)
-
-
-@gluon.jit
-def listed_tile_of(c, count, first, full_first, full_last, last, list_ptr):
-    """The number of the c-th of ``count`` tiles: of a list, or in tile_of()'s order."""
-    if list_ptr is not None:
-        number = gl.load(list_ptr + c, mask=c < count, other=0)
-    else:
-        number = tile_of(c, first, full_first, full_last, last)
-    return number
 
 
 @gluon.jit
@@ -124,7 +114,7 @@ def attend_carefully(
     last_dropped, none, nothing, kind: gl.constexpr, scores: gl.constexpr, sums_of: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """(acc, sums, tops) once more, tile by tile, with those values as 0 that no row of the tile sees."""
+    """acc once more, tile by tile, with those values as 0 that no row of the tile sees; sums and tops hold already."""
     by: gl.constexpr = by_16_bytes(BLOCK_D, WARPS)
     sums = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
     tops = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
@@ -145,7 +135,7 @@ def attend_carefully(
             x, bias_ptr, keep_ptr, bias_words, more_bias, keep_words, m0, n0, live, low, high, scale, True, scores,
             BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        seen = gl.max((seen != float("-inf")).to(gl.int32), 0)
+        seen = seen_keys(seen != float("-inf"), m0, tq, scores, BLOCK_M)
         values = v.index(0).load(by)
         seen = gl.expand_dims(gl.convert_layout(seen, gl.SliceLayout(1, by)), 1)
         v.index(0).store(gl.where(seen > 0, values, gl.zeros([BLOCK_N, BLOCK_D], kind, by)))
@@ -156,7 +146,7 @@ def attend_carefully(
         fence_async_shared()
         barrier()
         acc = warpgroup_mma(p, v.index(0), acc * decay)
-    return acc, sums, tops
+    return acc
 
 
 _RUNTIME = (
@@ -277,7 +267,7 @@ def attention_fwd_ahead_kernel(
         acc = warpgroup_mma(p, v.index((count - 1) % RING), acc * decay)
         if bias_ptr is not None or keep_ptr is not None:
             if not is_finite(acc):
-                acc, sums, tops = attend_carefully(
+                acc = attend_carefully(
                     q, k, v, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, list_ptr, count, first, full_first, full_last,
                     last, first_row, m0, begin, end, tq, tk, live, low, high, D, DV, k_stride_t, v_stride_t,
                     bias_stride_t, keep_stride_t, scale, step, last_dropped, none, nothing, kind, scores, sums_of,

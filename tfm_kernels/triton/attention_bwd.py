@@ -26,7 +26,7 @@ from ._attention_bwd_keys import attention_bwd_keys_kernel
 from ._attention_bwd_queries import attention_bwd_queries_kernel
 from ._attention_bwd_rows import attention_bwd_rows_kernel
 from ._attention_bwd_tile import NUMBERS
-from ._attention_call import Call, Config, rows_aligned
+from ._attention_call import Call, Config, pair_strides, rows_aligned
 
 PARTS = (("both",), ("dk", "dv"))  # wide heads: dk and dv do not fit into the registers together
 KERNELS = ("rows", "keys", "queries", "bias")
@@ -136,31 +136,41 @@ def attention_bwd(
             out_ptr=saved, lse_ptr=lse.contiguous(), dlse_ptr=None if dlse is None else dlse.contiguous(), **shared,
             **call.strides("out", saved),
         )  # fmt: skip
+        results, done = (dq, dk, dv, dbias if own_dbias else None), False
+        of_bias: tuple[Any, Config, dict[str, Any]] = attention_bwd_bias_kernel, configs["bias"], {}
         if AHEAD:
-            from ._attention_bwd_ahead import pass_back  # Gluon, which is Triton's experiment: not for every import
+            from . import _attention_bwd_ahead as ahead  # Gluon, which is Triton's experiment: not for every import
 
-            if pass_back(call, capability, shared, dq, dk, dv):
-                return dq, dk, dv, dbias
-        config = configs["keys"]
-        lists = call.keep_tiles(config.block_m, config.block_n, of_keys=True)
-        for part in PARTS[config.block_d == 256]:
-            call.launch(
-                attention_bwd_keys_kernel, _launch.cdiv(call.keys, config.block_n) * call.kv_heads * call.batch, config,
-                **shared, **lists, dk_ptr=dk, dv_ptr=dv, **call.strides("dk", dk), **call.strides("dv", dv),
-                DK_D=call.dim, DV_D=call.value_dim, OUT_ALIGNED=rows_aligned(dk, dv), PART=part,
-                scale=call.scale if bias is not None else abs(call.scale), SHIELDED=call.shielded(config.block_n),
-            )  # fmt: skip
-        config = configs["queries"]
-        strides = {f"dbias_stride_{axis}": dbias.stride(i) if own_dbias else 0 for i, axis in enumerate("bht")}
-        call.launch(
-            attention_bwd_queries_kernel, _launch.cdiv(call.queries, config.block_m) * call.heads * call.batch, config,
-            **shared, **call.keep_tiles(config.block_m, config.block_n, of_keys=False), dq_ptr=dq,
-            dbias_ptr=dbias if own_dbias else None, **strides, **call.strides("dq", dq), DQ_D=call.dim,
-            OUT_ALIGNED=rows_aligned(dq), SHIELDED=call.shielded(config.block_m),
-        )  # fmt: skip
+            done = ahead.pass_back(call, capability, shared, *results)
+            of_bias = ahead.bias_launch(call, capability) or of_bias
+        if not done:
+            _pass_back(call, configs, shared, *results)
         if need_bias and not own_dbias:
-            dbias = _broadcast_dbias(call, configs["bias"], dbias, shared, capability)
+            dbias = _broadcast_dbias(call, *of_bias, dbias, shared, capability)
     return dq, dk, dv, dbias
+
+
+def _pass_back(
+    call: Call, configs: dict[str, Config], shared: dict[str, Any], dq: Tensor, dk: Tensor, dv: Tensor,
+    dbias: Tensor | None,
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv, and dbias of all pairs if it is not None."""
+    config = configs["keys"]
+    lists = call.keep_tiles(config.block_m, config.block_n, of_keys=True)
+    for part in PARTS[config.block_d == 256]:
+        call.launch(
+            attention_bwd_keys_kernel, _launch.cdiv(call.keys, config.block_n) * call.kv_heads * call.batch, config,
+            **shared, **lists, dk_ptr=dk, dv_ptr=dv, **call.strides("dk", dk), **call.strides("dv", dv),
+            DK_D=call.dim, DV_D=call.value_dim, OUT_ALIGNED=rows_aligned(dk, dv), PART=part,
+            scale=call.scale if call.bias is not None else abs(call.scale), SHIELDED=call.shielded(config.block_n),
+        )  # fmt: skip
+    config = configs["queries"]
+    call.launch(
+        attention_bwd_queries_kernel, _launch.cdiv(call.queries, config.block_m) * call.heads * call.batch, config,
+        **shared, **call.keep_tiles(config.block_m, config.block_n, of_keys=False), dq_ptr=dq,
+        dbias_ptr=dbias, **pair_strides("dbias", dbias), **call.strides("dq", dq), DQ_D=call.dim,
+        OUT_ALIGNED=rows_aligned(dq), SHIELDED=call.shielded(config.block_m),
+    )  # fmt: skip
 
 
 def splits_of(programs: int, sharing: int, multiprocessors: int) -> int:
@@ -169,8 +179,9 @@ def splits_of(programs: int, sharing: int, multiprocessors: int) -> int:
 
 
 def _broadcast_dbias(
-    call: Call, config: Config, dbias: Tensor, shared: dict[str, Any], capability: tuple[int, int]
-) -> Tensor:
+    call: Call, kernel: Any, config: Config, more: dict[str, Any], dbias: Tensor, shared: dict[str, Any],
+    capability: tuple[int, int],
+) -> Tensor:  # fmt: skip
     """A.10 of a bias that is broadcast along some axis."""
     own_b, own_h, own_q, own_k = dbias.shape
     sharing_b, sharing_h = call.batch // own_b, call.heads // own_h
@@ -182,9 +193,8 @@ def _broadcast_dbias(
     rows, columns = own_q if per_row else across, own_k if per_column else along
     sums = torch.empty((splits, own_b, own_h, rows, columns), dtype=torch.float32, device=dbias.device)
     call.launch(
-        attention_bwd_bias_kernel, programs * splits, config, **shared, sums_ptr=sums, B=call.batch,
-        SHARING_B=sharing_b, SHARING_H=sharing_h, SPLITS=splits, ROWS=rows, COLUMNS=columns, PER_ROW=per_row,
-        PER_COLUMN=per_column,
+        kernel, programs * splits, config, **{**shared, **more}, sums_ptr=sums, B=call.batch, SHARING_B=sharing_b,
+        SHARING_H=sharing_h, SPLITS=splits, ROWS=rows, COLUMNS=columns, PER_ROW=per_row, PER_COLUMN=per_column,
     )  # fmt: skip
     total = sums[0] if splits == 1 else sums.sum(0)
     if not per_row:
