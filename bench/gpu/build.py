@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -118,18 +119,67 @@ def compile_all(subject: GpuSubject, room: Room, processes: int | None = None) -
     """Compiles what all calls need, into Triton's cache on disk, where the other parts find it.
 
     Returns:
-        How many kernels, the most registers, every kernel that spills, and the words of the calls that fail.
+        How many kernels, how many of them the cache did not hold, the most registers, every kernel that spills, and the
+        words of the calls that fail.
     """
     processes = processes or min(16, len(os.sched_getaffinity(0)))
+    found = shared_out(subject, room, processes)
+    kernels = {kernel["name"]: kernel for kernel in found["kernels"]}
+    failures = found["failures"]
+    return {
+        "state": RED if failures else GREEN,
+        **({"why": f"{len(failures)} calls do not compile; the first: {failures[0]}"} if failures else {}),
+        "processes": processes,
+        "kernels": len(kernels),
+        "compiled": sum(not kept["hit"] for kept in found["kept"]),
+        "registers": max((kernel["registers"] for kernel in kernels.values()), default=0),
+        "spilling": [kernel for kernel in kernels.values() if kernel["spills"]],
+        "failures": failures[:20],
+        "unfinished": room.left() <= 0,
+    }
+
+
+def shared_out(
+    subject: GpuSubject, room: Room, processes: int, tell: Callable[[int], None] = lambda kernels: None
+) -> dict[str, list]:
+    """Compiles it in several processes.
+
+    Args:
+        subject: whose calls.
+        room: says where tensors are put, and until when calls are begun.
+        processes: how many.
+        tell: is told every second how many kernels were begun.
+
+    Returns:
+        "kernels" as they were loaded, what Triton's cache has "kept" of each, and "failures": words.
+    """
     fork = multiprocessing.get_context("fork")
     answers: Any = fork.Queue()
     claims = Path(tempfile.mkdtemp())
     shards = [
         fork.Process(target=_shard, args=(subject, room, n, processes, answers, claims)) for n in range(processes)
     ]
-    for shard in shards:
-        shard.start()
-    found: dict[str, list] = {"kernels": [], "failures": []}
+    found: dict[str, list] = {"kernels": [], "kept": [], "failures": []}
+    try:
+        for shard in shards:
+            shard.start()
+        lost = _collect(shards, answers, found, lambda: tell(len(os.listdir(claims))))
+    except BaseException:  # interrupted: they do not know
+        for shard in shards:
+            if shard.pid is not None:
+                shard.terminate()
+        raise
+    finally:
+        for shard in shards:
+            if shard.pid is not None:
+                shard.join()
+        shutil.rmtree(claims)
+    found["failures"] += [f"{lost} of {processes} compiling processes died"] * bool(lost)
+    return found
+
+
+def _collect(shards: list, answers: Any, found: dict[str, list], look: Callable[[], None]) -> int:
+    """Adds the processes' answers to ``found``; how many gave none."""
     lost = len(shards)
     while lost:
         alive = any(shard.is_alive() for shard in shards)  # asked before: a shard answers, then ends
@@ -138,25 +188,12 @@ def compile_all(subject: GpuSubject, room: Room, processes: int | None = None) -
         except queue.Empty:
             if not alive:
                 break
+            look()
             continue
         lost -= 1
         for name, values in answer.items():
             found[name] += values
-    for shard in shards:
-        shard.join()
-    shutil.rmtree(claims)
-    kernels = {kernel["name"]: kernel for kernel in found["kernels"]}
-    failures = found["failures"] + [f"{lost} of {processes} compiling processes died"] * bool(lost)
-    return {
-        "state": RED if failures else GREEN,
-        **({"why": f"{len(failures)} calls do not compile; the first: {failures[0]}"} if failures else {}),
-        "processes": processes,
-        "kernels": len(kernels),
-        "registers": max((kernel["registers"] for kernel in kernels.values()), default=0),
-        "spilling": [kernel for kernel in kernels.values() if kernel["spills"]],
-        "failures": failures[:20],
-        "unfinished": room.left() <= 0,
-    }
+    return lost
 
 
 def claim(claims: Path, kernel: Any, given: dict[str, Any]) -> bool:
@@ -181,11 +218,19 @@ def claim(claims: Path, kernel: Any, given: dict[str, Any]) -> bool:
 
 def _shard(subject: GpuSubject, room: Room, index: int, count: int, answers: Any, claims: Path) -> None:
     """Every count-th call, launches stopped after compiling what no other process does."""
+    from triton import knobs
     from triton.runtime.jit import JITFunction
 
+    leader = os.getppid()
     os.nice(5)  # behind the extensions, which have the longest single pieces
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leads ends us, or a traceback would come from each
+    torch.set_num_threads(1)  # the processors are shared
     seen: dict[int, dict] = {}
+    kept: list[dict] = []
     launch = JITFunction.run
+
+    def keep(metadata: dict[str, Any], metadata_group: dict[str, str], cache_hit: bool, **_: Any) -> None:
+        kept.append({"hash": metadata["hash"], "files": metadata_group, "hit": cache_hit})
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if not claim(claims, kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}):
@@ -199,16 +244,16 @@ def _shard(subject: GpuSubject, room: Room, index: int, count: int, answers: Any
             }  # fmt: skip
         return compiled
 
-    JITFunction.run = compile_only
+    JITFunction.run, knobs.compilation.listener = compile_only, keep
     failures, last = [], time.monotonic() + room.left()
     for position, (name, call) in enumerate(calls(subject, room.device)):
         if position % count != index:
             continue
-        if time.monotonic() > last:
+        if time.monotonic() > last or os.getppid() != leader:
             break
         try:
             with _library.plans_anew():
                 call()
         except Exception as error:  # reported, and the next one is tried
             failures.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
-    answers.put({"kernels": list(seen.values()), "failures": failures})
+    answers.put({"kernels": list(seen.values()), "kept": kept, "failures": failures})
