@@ -16,6 +16,7 @@ import torch
 from tfm_kernels import _library
 from tfm_kernels.bench.record import Results
 
+from . import keys
 from .item import Item
 from .subject import GpuSubject
 
@@ -133,6 +134,7 @@ def work(part: Part, room: Room, tell: Callable[[Message], None], index: int = 0
         index: of the process.
         count: how many processes share the items.
     """
+    keys.settle()
     _library.load_again()  # this process began before the build part ended
     results = room.results(part.name)
     items: list[Item] = []

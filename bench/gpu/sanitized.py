@@ -6,10 +6,12 @@ import torch
 
 from tfm_kernels.testing import run
 
+from . import keys
 from .subjects import SUBJECTS
 
 
 def main(stem: str, backend: str) -> None:
+    keys.settle()
     (subject,) = (one for one in SUBJECTS if (one.stem, one.backend) == (stem, backend))
     for op, inputs in subject.branches("cuda").values():
         run(op, inputs, backend)
