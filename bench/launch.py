@@ -74,11 +74,12 @@ CALL: dict[str, Callable[[], Callable[[], Any]]] = {
 }
 
 
-SHARED = {80: 166912, 90: 232448}  # architecture -> bytes of shared memory that a block may have
+# architecture -> bytes of shared memory that a block may have
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
 def host_driver(arch: int = 90) -> SimpleNamespace:
-    """What Triton asks of a GPU's driver, without one: kernels are compiled for 90 or 80, bound, and not launched."""
+    """What Triton asks of a GPU's driver, without one: kernels are compiled for ``arch``, bound, and not launched."""
     from triton.backends.compiler import GPUTarget
 
     loaded = (1, 1, 0, 0, 1024)  # module, function, registers, spills, threads

@@ -5,6 +5,8 @@ python -m bench.gpu --part contract      one part; may be repeated
 python -m bench.gpu --part sanitizers    NVIDIA's compute-sanitizer on the smallest calls, a second run of its own
 python -m bench.gpu --ahead --out FOLDER --op attention    attention or ffn by the kernels that wait for their proof
 python -m bench.gpu --minutes 4          less time; the same command continues where it ended
+python -m bench.gpu --compile FILE       compiles Triton's kernels into a file; needs no GPU
+python -m bench.gpu --kernels FILE       takes them from there, and goes on as without
 python -m bench.gpu --report FOLDER      prints the table of finished files; needs no GPU
 
 An interrupted run is continued as long as sources, torch and GPU are the same. Exit code 0: all green; 1: something is
@@ -14,6 +16,7 @@ red, or there is nothing to run on; 75: the time was over before the end.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,13 +26,15 @@ from typing import Any
 from bench import places
 from tfm_kernels.bench import record
 
-from . import machine, table
+from . import machine, packed, table
 from .conductor import ask, conduct
 from .part import Part, Room
 from .parts import PARTS
+from .subject import GpuSubject
 from .subjects import STEMS, SUBJECTS
 
 GREEN, RED, UNFINISHED = 0, 1, 75
+DEFAULT = "9.0"  # compute capability of H100 and H200
 
 
 def main(
@@ -58,19 +63,23 @@ def main(
         if not files:
             return _refuse(f"--report must name a folder that holds results, got {options.report}")
         return _report(files, names, STEMS)
-    if options.ahead:
-        # here: a report needs no Triton
-        from tfm_kernels.triton import _gemm, _gemm_ahead, attention_bwd, attention_fwd
-
-        for module in (attention_fwd, attention_bwd, _gemm):
-            module.AHEAD = True  # in the processes that follow, too, which are forks of this one
-        _gemm_ahead.LEAST = 0  # the contract's calls are small
-    now = ask(read)
-    if "refusal" in now:
-        return _refuse(now["refusal"])
+    subjects = [subject for subject in SUBJECTS if not options.op or subject.stem in options.op]
+    try:
+        for kernels in options.kernels:  # before a GPU is asked for
+            packed.check(kernels, options.capability)
+        if options.ahead:
+            _ahead()
+        if options.compile is not None:
+            return _compile(options, subjects)
+        now = ask(read)
+        if "refusal" in now:
+            return _refuse(now["refusal"])
+        for kernels in options.kernels:
+            packed.unpack(kernels, ".".join(map(str, now["capability"])))
+    except packed.PackError as error:
+        return _refuse(str(error))
     folder = options.out or places.RESULTS / now["device"]
     chosen = [part for part in parts if (part.name in options.part if options.part else not part.named)]
-    subjects = [subject for subject in SUBJECTS if not options.op or subject.stem in options.op]
     room = Room(folder, now, time.monotonic(), subjects)
     for part in chosen:
         file = record.Results(folder / f"{part.name}.json", now, options.fresh)
@@ -85,6 +94,27 @@ def main(
     files = {name: room.results(name).data for name in names if (folder / f"{name}.json").exists()}
     print(f"\nwritten to {folder}\n")
     return _report(files, [part.name for part in chosen], [subject.stem for subject in subjects])
+
+
+def _ahead() -> None:
+    """Has Triton's kernels taken that wait for their proof, in the processes that follow, too: they are forks."""
+    from tfm_kernels.triton import _gemm, _gemm_ahead, attention_bwd, attention_fwd  # here: a report needs no Triton
+
+    for module in (attention_fwd, attention_bwd, _gemm):
+        module.AHEAD = True
+    _gemm_ahead.LEAST = 0  # the contract's calls are small
+
+
+def _compile(options: argparse.Namespace, subjects: Sequence[GpuSubject]) -> int:
+    capability = options.capability or DEFAULT
+    for kernels in options.kernels:
+        packed.unpack(kernels, capability)
+    try:
+        failures = packed.make(options.compile, subjects, capability, options.ahead)
+    except KeyboardInterrupt:
+        print("\nbench.gpu: interrupted; the same command goes on from there", file=sys.stderr)
+        return UNFINISHED
+    return RED if failures else GREEN
 
 
 def _report(files: dict[str, dict[str, Any]], parts: Sequence[str], stems: Sequence[str]) -> int:
@@ -111,8 +141,16 @@ def _wrong(options: argparse.Namespace, names: Sequence[str]) -> str | None:
     for stem in options.op:
         if stem not in STEMS:
             return f"--op must be one of {', '.join(STEMS)}, got {stem}"
-    if options.ahead and options.out is None:
+    if options.ahead and options.out is None and options.compile is None:
         return "--ahead needs --out FOLDER, so that its figures stay apart from those of the kernels that are taken"
+    if options.compile is not None and (options.compile.is_dir() or not os.access(options.compile.parent, os.W_OK)):
+        return f"--compile must name a file in a folder that can be written, got {options.compile}"
+    if options.capability not in (None, *packed.ARCHITECTURES):
+        return f"--capability must be one of {', '.join(packed.ARCHITECTURES)}, got {options.capability}"
+    if options.capability is not None and options.compile is None:
+        return "--capability needs --compile FILE: kernels that run here are made for this GPU"
+    if (options.compile or options.kernels or options.ahead) and machine.package("triton") is None:
+        return machine.NO_TRITON
     if not 0 < options.minutes <= 60:
         return f"--minutes must lie above 0 and up to 60, got {options.minutes:g}"
     return None
@@ -127,6 +165,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together; 8 unless told")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go")
     parser.add_argument("--ahead", action="store_true", help="attention, ffn by Triton's kernels that wait for proof")
+    parser.add_argument("--compile", type=Path, metavar="FILE", help="compile Triton's kernels into FILE and stop")
+    parser.add_argument("--capability", metavar="N.N", help="of the GPU to compile for; 9.0 (H100, H200) unless told")
+    parser.add_argument(
+        "--kernels", type=Path, nargs="+", action="extend", default=[], metavar="FILE", help="kernels from --compile"
+    )
     parser.add_argument("--fresh", action="store_true", help="do everything anew")
     parser.add_argument("--list", action="store_true", help="print the parts and stop")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="print the table of a folder's files and stop")

@@ -16,6 +16,7 @@ from tfm_kernels.bench import record
 
 PROTOCOL = 1  # raised whenever what is judged or timed, or how, changes
 SOURCES = (("tfm_kernels", "*.py"), ("csrc", "*.*"), ("bench", "*.py"), ("tests", "case*.py"))
+NO_TRITON = "needs triton, which is not installed: pip install triton"
 _CLOCKS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 
 
@@ -24,7 +25,7 @@ def refusal() -> str | None:
     if not torch.cuda.is_available():
         return f"needs a CUDA device, and torch {torch.__version__} sees none"
     if package("triton") is None:
-        return "needs triton, which is not installed: pip install triton"
+        return NO_TRITON
     return None
 
 
