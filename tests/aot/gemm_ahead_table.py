@@ -24,11 +24,13 @@ HIDDEN = {
         _ffn_bwd_ahead.ffn_bwd_ahead_kernel, ("hidden_ptr", "db1_ptr", "seed_ptr", "rows_ptr"), ("g_ptr", "dg_ptr"),
     ),
 }  # fmt: skip
-# of the product: what else is called for, and parts of k, which are float32
+# of the product: what else is called for, and parts of k, which are float32; where "adds" is told, the rows that count
 PRODUCTS = GEMMS | {
     "x w^T without bias": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr"), "inner": (True, True)},
     "dp w": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr"), "inner": (True, False)},
     "dp^T x in parts": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr"), "inner": (False, False), "c": "*fp32"},
+    "sums += dz w": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr"), "inner": (True, False), "c": "*fp32", "adds": True},
+    "dz^T x": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr", "rows_ptr"), "inner": (False, False), "adds": False},
 }
 
 
@@ -43,11 +45,13 @@ def entries():
     for dtype in TYPES:
         for what, features in PRODUCTS.items():
             a_k_inner, b_k_inner = features["inner"]
-            types = argument_types(_gemm_ahead.gemm_ahead_kernel, dtype, (*features["absent"], *ALL_ROWS))
+            types = argument_types(
+                _gemm_ahead.gemm_ahead_kernel, dtype, (*features["absent"], *(() if "adds" in features else ALL_ROWS))
+            )
             types |= {"c_ptr": features.get("c", types["c_ptr"])}
             found |= entry(
                 f"gemm_ahead {what}", _gemm_ahead.gemm_ahead_kernel, types, dtype, A_K_INNER=a_k_inner,
-                B_K_INNER=b_k_inner,
+                B_K_INNER=b_k_inner, A_PADDED="adds" in features, ADDS=features.get("adds", False),
             )  # fmt: skip
         for name, (activation, word), gated in product(HIDDEN, ACTIVATIONS, (False, True)):
             kernel, optional, of_gate = HIDDEN[name]

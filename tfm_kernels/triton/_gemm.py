@@ -46,6 +46,7 @@ class Config:
         programs: how many programs share the tiles.
         max_registers: of a thread, so that ``programs`` fit; None leaves it to the compiler.
         splits: parts of k that are summed apart.
+        ahead: whether it is a launch of _gemm_ahead.py.
     """
 
     block_m: int
@@ -56,14 +57,15 @@ class Config:
     programs: int
     max_registers: int | None = None
     splits: int = 1
+    ahead: bool = False
 
 
 GROUP_M = 8  # rows of tiles that go together: 8 x 8 tiles of 128 x 256 read 3 MB at K = 512, far less than an L2 holds
 PART = tl.constexpr(32)  # columns() of this width at the end of a tile
 LEAST_K = 512  # a part of k is not shorter: its partial sums cost 4 bytes an element, written and read
 
-# Whether products that _gemm_ahead.py and _ffn_fwd_ahead.py can do are done there, which no GPU has proven yet: `python
-# -m bench.gpu --ahead` does that.
+# Whether products that Gluon's kernels (_gemm_ahead.py and others) can do are done there, which no GPU has proven yet:
+# `python -m bench.gpu --ahead` does that.
 AHEAD = False
 
 
@@ -134,6 +136,17 @@ def pick_split(M: int, N: int, K: int, kind: str, aligned: bool, capability: tup
     count, most = tiles(M, N, large[-1]), large[-1].programs * multiprocessors
     splits = max(1, min(most // max(count, 1), K // LEAST_K))
     return replace(large[-1], programs=max(1, min(most, count * splits)), splits=splits)
+
+
+def pick_added(M: int, N: int, K: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """The launch of products that are all added to the same sums, whose k are ``K`` and of the last one fewer."""
+    if AHEAD:
+        from . import _gemm_ahead as ahead
+
+        chosen = ahead.pick_config(M, N, K, True, aligned, dtype, capability)
+        if chosen is not None:
+            return chosen
+    return pick_split(M, N, K, precision(dtype), aligned, capability)
 
 
 @triton.jit
@@ -321,7 +334,7 @@ def gemm(
     Args:
         a: (M, K), or (K, M) where it is not ``a_k_inner``; unit stride along its last axis.
         b: (N, K), or (K, N) where it is not ``b_k_inner``; likewise.
-        config: of pick_config() or, without bias and second product, of pick_split().
+        config: of pick_config() or, without bias and second product, of pick_split(); of pick_added() for ``into``.
         kind: of precision().
         aligned: whether all rows of all matrices, C's too, start and end at multiples of 16 bytes (_launch.aligned).
         bias: (N,).
@@ -331,7 +344,7 @@ def gemm(
         count: () int64, how many rows of ``a`` there are in truth, M or K of it; the others may hold anything.
         rows: (M,) int64, the row of C that each row of A B belongs to.
         into: float32 (config.splits, C's rows, N) that A B is added to and that is returned; its sum over the first
-            axis is C. Without bias and second product.
+            axis is C. Without bias and second product, and where ``b`` is not ``b_k_inner``.
     """
     M, K = a.shape if a_k_inner else (a.shape[1], a.shape[0])
     N = b.shape[0] if b_k_inner else b.shape[1]
@@ -339,13 +352,16 @@ def gemm(
         "rows_ptr": rows, "count_ptr": count, "ALIGNED": aligned, "PRECISION": "tf32" if kind == "tf32" else "ieee",
         "STAGES": config.num_stages, "A_PADDED": padded, "ADDS": into is not None, "maxnreg": config.max_registers,
     }  # fmt: skip
-    if AHEAD and into is None and count is None and rows is None and not padded and (bias is None or b_k_inner):
+    if AHEAD and into is None and rows is None and (bias is None or b_k_inner):
         from . import _gemm_ahead as ahead  # Gluon, which is Triton's experiment: not for every import
 
         plain = bias is None and a2 is None
-        chosen = ahead.pick_config(M, N, K, plain, aligned, a.dtype, _launch.capability(a))
-        if chosen is not None:
-            config, kernel, own = chosen, ahead.gemm_ahead_kernel, {}
+        config = ahead.pick_config(M, N, K, plain, aligned, a.dtype, _launch.capability(a)) or config
+    if config.ahead:
+        from . import _gemm_ahead as ahead
+
+        kernel = ahead.gemm_ahead_kernel
+        own = {"rows_ptr": rows, "count_ptr": count, "A_PADDED": padded, "ADDS": into is not None}
     part, splits = parts(K, config)
     shape, dtype = ((M, N), a.dtype) if splits == 1 else ((splits, M * N), torch.float32)
     if M == 0 or N == 0:

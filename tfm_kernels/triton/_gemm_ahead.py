@@ -7,7 +7,8 @@ Order:   tiles in _gemm.py's order. The rows of a k inner B lie in shared memory
          eight sums of a thread are columns that follow each other, 16 bytes of the result.
 Traffic: as _gemm.py's 128 x 256 tiles. A step of 64 k takes 1,024 clocks of products, which read 80 KiB of shared
          memory, and copies write 48 KiB.
-Limits:  float16, bfloat16; rows at multiples of 16 bytes; no lists of rows, a bias only where B is k inner.
+Sums:    what is added to is where a sum begins: its loads wait once and together, and nothing waits for its stores.
+Limits:  float16, bfloat16; rows at multiples of 16 bytes; a bias only where B is k inner, added to where it is not.
 Source:  own work.
 """
 
@@ -28,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import _launch
 from ._ahead import begin_copy, by_16_bytes
-from ._gemm import LEAST_K, Config, columns, place, tiles
+from ._gemm import LEAST_K, Config, columns, place, tiles, up_to_8
 from ._tile import near
 
 RING = gl.constexpr(4)  # steps of k that have a place at once
@@ -50,7 +51,9 @@ def pick_config(
     """
     if capability[0] != 9 or not aligned or dtype == torch.float32:
         return None
-    found = Config(128, 256, 64, num_warps=WARPS.value, num_stages=RING.value, programs=_launch.MULTIPROCESSORS[9])
+    found = Config(
+        128, 256, 64, num_warps=WARPS.value, num_stages=RING.value, programs=_launch.MULTIPROCESSORS[9], ahead=True
+    )
     count = tiles(M, N, found)
     if splits and 0 < 8 * count < 7 * found.programs:
         found = replace(found, splits=max(1, min(found.programs // count, K // LEAST_K)))
@@ -117,12 +120,13 @@ def zero():
 @gluon.jit
 def copy_factor(
     to, ptr, left, k_left, none, stride, rows: gl.constexpr, BLOCK_K: gl.constexpr, K_INNER: gl.constexpr,
-    SORTED: gl.constexpr,
+    SORTED: gl.constexpr, PADDED: gl.constexpr = False,
 ):  # fmt: skip
     """Begins to copy a step's tile of a factor, whose first element ``ptr`` is; 0 beyond its edges.
 
-    SORTED: its rows go where column_of() has them. A thread's rows are written as one that depends on it and others
-    that do not: one pointer, and steps in registers of the whole warp.
+    PADDED: rows that end within 16 bytes go on with zeros. SORTED: its rows go where column_of() has them. A thread's
+    rows are written as one that depends on it and others that do not: one pointer, and steps in registers of the whole
+    warp.
     """
     width: gl.constexpr = BLOCK_K if K_INNER else rows
     count: gl.constexpr = rows if K_INNER else BLOCK_K
@@ -134,10 +138,9 @@ def copy_factor(
         own, common = column_of(own), column_of(common)
     own += none
     inner = gl.arange(0, width, gl.SliceLayout(0, by))
-    if K_INNER:
-        mask = gl.expand_dims(own + common < left, 1) & gl.expand_dims(inner < k_left // 8 * 8, 0)
-    else:
-        mask = gl.expand_dims(own + common < k_left, 1) & gl.expand_dims(inner < left // 8 * 8, 0)
+    rows_left, end = (left, k_left) if K_INNER else (k_left, left)
+    end = up_to_8(end) if PADDED else end // 8 * 8
+    mask = gl.expand_dims(own + common < rows_left, 1) & gl.expand_dims(inner < end, 0)
     ptrs = ptr + gl.expand_dims(own.to(gl.int64) * stride, 1) + gl.expand_dims(inner, 0)
     begin_copy(to, gl.multiple_of(ptrs + gl.expand_dims(common.to(gl.int64) * stride, 1), [1, 16]), mask=mask)
 
@@ -146,7 +149,7 @@ def copy_factor(
 def copy_product(
     a, b, full, empty, slot, turn, a_ptr, b_ptr, gate_ptr, m0, n0, M, N, first, last, a_stride, b_stride, gate_stride,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, A_K_INNER: gl.constexpr,
-    B_K_INNER: gl.constexpr,
+    B_K_INNER: gl.constexpr, A_PADDED: gl.constexpr = False,
 ):  # fmt: skip
     """Copies what a tile of BLOCK_N columns needs of k = first..last - 1 into the ring; returns its next place.
 
@@ -162,7 +165,8 @@ def copy_product(
     for k in range(first, last, BLOCK_K):
         k_left = gl.minimum(last - k, BLOCK_K).to(gl.int32)
         mbarrier.wait(empty.index(slot), turn)
-        copy_factor(a.index(slot), a_ptr, left_m, k_left, none, a_stride, BLOCK_M, BLOCK_K, A_K_INNER, False)
+        copy_factor(a.index(slot), a_ptr, left_m, k_left, none, a_stride, BLOCK_M, BLOCK_K, A_K_INNER, False,
+                    A_PADDED)  # fmt: skip
         a_ptr += BLOCK_K if A_K_INNER else BLOCK_K * a_stride
         if gate_ptr is None:
             copy_factor(b.index(slot), b_ptr, left_n, k_left, none, b_stride, BLOCK_N, BLOCK_K, B_K_INNER, B_K_INNER)
@@ -177,14 +181,21 @@ def copy_product(
     return slot, turn
 
 
+@gluon.constexpr_function
+def by_sums(BLOCK_N):
+    """The layout of a group's sums: a thread has 2 columns that follow each other of each 8."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+
+
 @gluon.jit
 def multiply(
     a, b, full, empty, slot, turn, steps, half: gl.constexpr, BLOCK_N: gl.constexpr, A_K_INNER: gl.constexpr,
-    B_K_INNER: gl.constexpr,
+    B_K_INNER: gl.constexpr, begun=None,
 ):  # fmt: skip
-    """(sums of a group's half of a tile over ``steps`` places of the ring, the next place)."""
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
-    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, sums)
+    """(sums of a group's half of a tile over ``steps`` places of the ring, added to ``begun``, the next place)."""
+    acc = begun
+    if begun is None:
+        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, by_sums(BLOCK_N))
     for step in range(0, steps):
         mbarrier.wait(full.index(slot), turn)
         fence_async_shared()
@@ -254,6 +265,21 @@ def store_part(value, ptr, part: gl.constexpr, left_m, left_n, stride_m, by: gl.
 
 
 @gluon.jit
+def pointers_of_sums(ptr, rows_ptr, m0, left_m, left_n, stride_m, BLOCK_N: gl.constexpr):
+    """(pointers, which exist), (ROWS, BLOCK_N) float32 as a group's sums, whole sectors: rows m0 + 0, 1, ... or what
+    rows_ptr has there, from the tile's first column, which ``ptr`` points to in row 0.
+    """
+    by: gl.constexpr = by_sums(BLOCK_N)
+    offs_m, offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, by)) + zero(), gl.arange(0, BLOCK_N, gl.SliceLayout(0, by))
+    rows = m0 + offs_m
+    if rows_ptr is not None:
+        rows = gl.load(rows_ptr + rows, mask=offs_m < left_m, other=0)
+    mask = gl.expand_dims(offs_m < left_m, 1) & gl.expand_dims(offs_n < left_n // 8 * 8, 0)
+    ptrs = ptr + gl.expand_dims(rows * stride_m, 1) + gl.expand_dims(offs_n, 0)
+    return gl.multiple_of(ptrs, [1, 16]), mask
+
+
+@gluon.jit
 def tile_and_part(number, M, N, K, part, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
     """(first row, first column, part of k, its first k, one past its last) of a tile."""
     tiles_m = gl.cdiv(M, BLOCK_M).to(gl.int32)
@@ -275,7 +301,7 @@ def tiles_of(M, N, splits, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 def copy_tiles(
     a, b, full, empty, a_ptr, b_ptr, gate_ptr, a2_ptr, b2_ptr, M, N, K, part, splits, a_stride, b_stride, gate_stride,
     a2_stride, b2_stride, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    A_K_INNER: gl.constexpr, B_K_INNER: gl.constexpr,
+    A_K_INNER: gl.constexpr, B_K_INNER: gl.constexpr, A_PADDED: gl.constexpr = False,
 ):  # fmt: skip
     """The group that copies. Its copies are waited for where they are read."""
     slot, turn = 0, 1
@@ -283,7 +309,7 @@ def copy_tiles(
         m0, n0, _, first, last = tile_and_part(number, M, N, K, part, BLOCK_M, BLOCK_N, GROUP_M)
         slot, turn = copy_product(
             a, b, full, empty, slot, turn, a_ptr, b_ptr, gate_ptr, m0, n0, M, N, first, last, a_stride, b_stride,
-            gate_stride, BLOCK_M, BLOCK_N, BLOCK_K, A_K_INNER, B_K_INNER,
+            gate_stride, BLOCK_M, BLOCK_N, BLOCK_K, A_K_INNER, B_K_INNER, A_PADDED,
         )  # fmt: skip
         if a2_ptr is not None:
             slot, turn = copy_product(
@@ -294,64 +320,79 @@ def copy_tiles(
 
 @gluon.jit
 def multiply_tiles(
-    a, b, full, empty, bias_ptr, c_ptr, M, N, K, part, splits, half: gl.constexpr, PRODUCTS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    A_K_INNER: gl.constexpr, B_K_INNER: gl.constexpr,
+    a, b, full, empty, bias_ptr, c_ptr, rows_ptr, live, M, N, K, part, splits, half: gl.constexpr,
+    PRODUCTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    A_K_INNER: gl.constexpr, B_K_INNER: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     """A group that multiplies: one half of the rows of every tile."""
     slot, turn = 0, 0
     by: gl.constexpr = by_columns() if B_K_INNER else by_16_bytes(PART, WARPS)
-    for number in range(gl.program_id(0), tiles_of(M, N, splits, BLOCK_M, BLOCK_N), gl.num_programs(0)):
-        m0, n0, split, first, last = tile_and_part(number, M, N, K, part, BLOCK_M, BLOCK_N, GROUP_M)
+    for number in range(gl.program_id(0), tiles_of(live, N, splits, BLOCK_M, BLOCK_N), gl.num_programs(0)):
+        m0, n0, split, first, last = tile_and_part(number, live, N, K, part, BLOCK_M, BLOCK_N, GROUP_M)
         steps = gl.cdiv(last - first, BLOCK_K).to(gl.int32) * PRODUCTS
-        acc, slot, turn = multiply(a, b, full, empty, slot, turn, steps, half, BLOCK_N, A_K_INNER, B_K_INNER)
         m0 += half * ROWS
-        left_m, left_n = near(M - m0, ROWS), near(N - n0, BLOCK_N)
-        to = c_ptr + split * M * N + (m0 * N + n0)
-        for part_of_n in gl.static_range(BLOCK_N // PART):
-            t = part_of(acc, part_of_n, BLOCK_N, B_K_INNER)
-            if not B_K_INNER:
-                t = gl.convert_layout(t.to(c_ptr.dtype.element_ty), by)
-            if bias_ptr is not None:
-                t += load_columns(bias_ptr + n0, part_of_n, left_n, by)
-            store_part(t, to, part_of_n, left_m, left_n, N, by)
+        left_m, left_n = near(live - m0, ROWS), near(N - n0, BLOCK_N)
+        to = c_ptr + split * M * N + n0
+        if ADDS:
+            ptrs, mask = pointers_of_sums(to, rows_ptr, m0, left_m, left_n, N, BLOCK_N)
+            acc = gl.load(ptrs, mask=mask, other=0.0)
+            acc, slot, turn = multiply(a, b, full, empty, slot, turn, steps, half, BLOCK_N, A_K_INNER, B_K_INNER, acc)
+            # once more: kept, they would take registers of the sums
+            ptrs, mask = pointers_of_sums(to, rows_ptr, m0, left_m, left_n, N, BLOCK_N)
+            gl.store(ptrs, acc, mask=mask)
+        else:
+            acc, slot, turn = multiply(a, b, full, empty, slot, turn, steps, half, BLOCK_N, A_K_INNER, B_K_INNER)
+            to += m0 * N
+            for part_of_n in gl.static_range(BLOCK_N // PART):
+                t = part_of(acc, part_of_n, BLOCK_N, B_K_INNER)
+                if not B_K_INNER:
+                    t = gl.convert_layout(t.to(c_ptr.dtype.element_ty), by)
+                if bias_ptr is not None:
+                    t += load_columns(bias_ptr + n0, part_of_n, left_n, by)
+                store_part(t, to, part_of_n, left_m, left_n, N, by)
 
 
 _RUNTIME = (
-    "a_ptr", "b_ptr", "a2_ptr", "b2_ptr", "bias_ptr", "c_ptr", "M", "N", "K", "part", "splits", "a_stride", "b_stride",
-    "a2_stride", "b2_stride",
+    "a_ptr", "b_ptr", "a2_ptr", "b2_ptr", "bias_ptr", "c_ptr", "rows_ptr", "count_ptr", "M", "N", "K", "part", "splits",
+    "a_stride", "b_stride", "a2_stride", "b2_stride",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def gemm_ahead_kernel(
-    a_ptr, b_ptr, a2_ptr, b2_ptr, bias_ptr, c_ptr, M: gl.int64, N: gl.int64, K: gl.int64, part: gl.int64,
-    splits: gl.int32, a_stride: gl.int64, b_stride: gl.int64, a2_stride: gl.int64, b2_stride: gl.int64,
+    a_ptr, b_ptr, a2_ptr, b2_ptr, bias_ptr, c_ptr, rows_ptr, count_ptr, M: gl.int64, N: gl.int64, K: gl.int64,
+    part: gl.int64, splits: gl.int32, a_stride: gl.int64, b_stride: gl.int64, a2_stride: gl.int64, b2_stride: gl.int64,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    A_K_INNER: gl.constexpr, B_K_INNER: gl.constexpr,
+    A_K_INNER: gl.constexpr, B_K_INNER: gl.constexpr, A_PADDED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """C = A B [+ A2 B2] [+ bias] as gemm_kernel; a bias where B is k inner."""
+    """As gemm_kernel; a bias where B is k inner, rows_ptr where it ADDS, which it does where B is not."""
     kind: gl.constexpr = a_ptr.dtype.element_ty
     a = ring_of(kind, factor_shape(BLOCK_M, BLOCK_K, A_K_INNER))
     b = ring_of(kind, factor_shape(BLOCK_N, BLOCK_K, B_K_INNER))
     full, empty = barriers(32 * WARPS), barriers(2)
     PRODUCTS: gl.constexpr = 1 if a2_ptr is None else 2
+    live = M
+    if count_ptr is not None:
+        if A_K_INNER:
+            live = gl.load(count_ptr)
+        else:
+            K = gl.load(count_ptr)
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
-                (a, b, full, empty, bias_ptr, c_ptr, M, N, K, part, splits, 0, PRODUCTS, BLOCK_M, BLOCK_N, BLOCK_K,
-                 GROUP_M, A_K_INNER, B_K_INNER),
+                (a, b, full, empty, bias_ptr, c_ptr, rows_ptr, live, M, N, K, part, splits, 0, PRODUCTS, BLOCK_M,
+                 BLOCK_N, BLOCK_K, GROUP_M, A_K_INNER, B_K_INNER, ADDS),
             ),
             (
                 multiply_tiles,
-                (a, b, full, empty, bias_ptr, c_ptr, M, N, K, part, splits, 1, PRODUCTS, BLOCK_M, BLOCK_N, BLOCK_K,
-                 GROUP_M, A_K_INNER, B_K_INNER),
+                (a, b, full, empty, bias_ptr, c_ptr, rows_ptr, live, M, N, K, part, splits, 1, PRODUCTS, BLOCK_M,
+                 BLOCK_N, BLOCK_K, GROUP_M, A_K_INNER, B_K_INNER, ADDS),
             ),
             (
                 copy_tiles,
-                (a, b, full, empty, a_ptr, b_ptr, None, a2_ptr, b2_ptr, M, N, K, part, splits, a_stride, b_stride, 0,
-                 a2_stride, b2_stride, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_K_INNER, B_K_INNER),
+                (a, b, full, empty, a_ptr, b_ptr, None, a2_ptr, b2_ptr, live, N, K, part, splits, a_stride, b_stride, 0,
+                 a2_stride, b2_stride, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_K_INNER, B_K_INNER, A_PADDED),
             ),
         ],
         [WARPS, WARPS], [MULTIPLYING, COPYING],

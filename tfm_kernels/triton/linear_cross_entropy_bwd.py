@@ -130,7 +130,7 @@ def linear_cross_entropy_bwd(
         )
     chunk = pick_chunk(M, V, x.element_size())
     config = pick_config(M, chunk, kind, aligned, capability)
-    of_x = _gemm.pick_split(M, K, chunk, kind, aligned, capability)
+    of_x = _gemm.pick_added(M, K, chunk, aligned, x.dtype, capability)
     sums = zeros(of_x.splits, M * K if need_x else 0)
     dweight = new(V, K) if need_weight else new(0)
     dbiases = zeros(_launch.cdiv(M, config.block_m) if need_bias else 0, V)
