@@ -67,18 +67,20 @@ def test_an_unavailable_tool_is_not_red(tmp_path):
 
 def test_all_processes_run_the_kernels_that_wait(tmp_path, monkeypatch):
     pytest.importorskip("triton")
-    from tfm_kernels.triton import _gemm, _gemm_ahead, attention_bwd, attention_fwd
+    from tfm_kernels.triton import _gemm, _gemm_ahead, _linear_cross_entropy_fwd_ahead, attention_bwd, attention_fwd
 
+    few = (5, 11, 64, True, torch.bfloat16, (9, 0))
+    takes = lambda: _gemm.AHEAD and _linear_cross_entropy_fwd_ahead.pick_config(*few) is not None
     modules = attention_fwd, attention_bwd, _gemm
     for module in modules:
         monkeypatch.setattr(module, "AHEAD", False)
     monkeypatch.setattr(_gemm_ahead, "LEAST", _gemm_ahead.LEAST)
-    asked = part(a=lambda: {"ahead": [module.AHEAD for module in modules], "least": _gemm_ahead.LEAST})
-    found = lambda files: [files["contract"]["groups"][0][name] for name in ("ahead", "least")]
+    asked = part(a=lambda: {"ahead": [m.AHEAD for m in modules], "least": _gemm_ahead.LEAST, "takes": takes()})
+    found = lambda files: [files["contract"]["groups"][0][name] for name in ("ahead", "least", "takes")]
     code, files = run(tmp_path, asked)
-    assert code == 0 and found(files) == [[False] * 3, 7]
+    assert code == 0 and found(files) == [[False] * 3, 7, False]
     code, files = run(tmp_path, asked, words=["--ahead", "--fresh"])
-    assert code == 0 and found(files) == [[True] * 3, 0]
+    assert code == 0 and found(files) == [[True] * 3, 0, True]
 
 
 @pytest.mark.parametrize(

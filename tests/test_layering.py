@@ -71,7 +71,9 @@ ALLOWED = {
 }
 SIBLINGS_APART = ("reference", "aten", "triton")  # files in these folders do not import one another
 # but for these
-SHARED = re.compile("_(tile|launch|ahead|gemm.*|ffn.*|sums|activation|cross_entropy|rotary|attention.*|int8.*)")
+SHARED = re.compile(
+    "_(tile|launch|ahead|gemm.*|ffn.*|sums|activation|(linear_)?cross_entropy.*|rotary|attention.*|int8.*)"
+)
 
 
 def modules():

@@ -3,7 +3,8 @@
 python -m bench.gpu                      all parts in order; files go to bench/results/<device>/<part>.json
 python -m bench.gpu --part contract      one part; may be repeated
 python -m bench.gpu --part sanitizers    NVIDIA's compute-sanitizer on the smallest calls, a second run of its own
-python -m bench.gpu --ahead --out FOLDER --op attention    attention or ffn by the kernels that wait for their proof
+python -m bench.gpu --ahead --out FOLDER --op attention    attention, ffn or linear_cross_entropy by kernels that wait
+                                         for their proof
 python -m bench.gpu --minutes 4          less time; the same command continues where it ended
 python -m bench.gpu --compile FILE       compiles Triton's kernels into a file; needs no GPU
 python -m bench.gpu --kernels FILE       takes them from there, and goes on as without
@@ -164,7 +165,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", action="append", default=[], metavar="STEM", help="only this op; may be repeated")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together; 8 unless told")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go")
-    parser.add_argument("--ahead", action="store_true", help="attention, ffn by Triton's kernels that wait for proof")
+    parser.add_argument("--ahead", action="store_true", help="by Triton's kernels that wait for their proof")
     parser.add_argument("--compile", type=Path, metavar="FILE", help="compile Triton's kernels into FILE and stop")
     parser.add_argument("--capability", metavar="N.N", help="of the GPU to compile for; 9.0 (H100, H200) unless told")
     parser.add_argument(

@@ -133,10 +133,9 @@ def copy_factor(
     by: gl.constexpr = by_16_bytes(width, WARPS)
     AT_ONCE: gl.constexpr = WARPS * 32 // (width // 8)  # rows that the group copies by one instruction
     offs = gl.arange(0, count, gl.SliceLayout(1, by))
-    own, common = offs % AT_ONCE, offs // AT_ONCE * AT_ONCE
+    own, common = offs % AT_ONCE + none, offs // AT_ONCE * AT_ONCE
     if SORTED:
         own, common = column_of(own), column_of(common)
-    own += none
     inner = gl.arange(0, width, gl.SliceLayout(0, by))
     rows_left, end = (left, k_left) if K_INNER else (k_left, left)
     end = up_to_8(end) if PADDED else end // 8 * 8

@@ -14,6 +14,8 @@ Memory:  CHUNK_BYTES, but 256 classes of all rows where that is more; M K float3
          by side, for dweight; V float32 for each tile of rows for dbias.
 Limits:  float16, bfloat16, float32 (IEEE unless torch allows TF32), sums float32. No float64, no atomics.
 Config:  pick_config() below and of _gemm.py, _sums.py, candidates() of _cross_entropy.py; not yet measured on a GPU.
+         Where _gemm.AHEAD is set, _linear_cross_entropy_bwd_ahead.py's, which reads the rows that count side by side
+         and leaves dbias' sums, a row for each warp's 16 rows, of a chunk alone.
 Source:  own work.
 """
 
@@ -23,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import _gemm, _launch
 from ._cross_entropy import FEW_ROWS, call_shape, candidates, live_rows, load_target, logits, places
@@ -131,26 +134,40 @@ def linear_cross_entropy_bwd(
     chunk = pick_chunk(M, V, x.element_size())
     config = pick_config(M, chunk, kind, aligned, capability)
     of_x = _gemm.pick_added(M, K, chunk, aligned, x.dtype, capability)
+    kernel, own = linear_cross_entropy_bwd_kernel, {
+        "ALIGNED": aligned, "PRECISION": "tf32" if kind == "tf32" else "ieee", "STAGES": config.num_stages,
+        "maxnreg": config.max_registers,
+    }  # fmt: skip
+    size_of_sums = _launch.cdiv(M, config.block_m), V
+    if _gemm.AHEAD:
+        # Gluon, which is Triton's experiment: not for every import
+        from . import _linear_cross_entropy_bwd_ahead as ahead
+
+        chosen = ahead.pick_config(M, chunk, K, aligned, x.dtype, capability)
+        if chosen is not None:
+            config, kernel, own = chosen, ahead.linear_cross_entropy_bwd_ahead_kernel, {}
+            size_of_sums = _launch.cdiv(M, config.block_m) * ahead.SUMS, chunk
+            bias = None if bias is None else pad(bias, (0, -V % config.block_n))
     sums = zeros(of_x.splits, M * K if need_x else 0)
-    dweight = new(V, K) if need_weight else new(0)
-    dbiases = zeros(_launch.cdiv(M, config.block_m) if need_bias else 0, V)
+    dweight, dbias = new(V, K) if need_weight else new(0), new(V) if need_bias else new(0)
+    dbiases = zeros(*size_of_sums) if need_bias else None
     with _launch.on(x):
         rows, count = live_rows(target, ignore_index)
-        live_x = x.index_select(0, rows) if need_weight else x
+        live_x = x.index_select(0, rows) if need_weight or config.ahead else x
         dz = new(M, chunk)
         for begin in range(0, V, chunk):
             classes = slice(begin, min(begin + chunk, V))
             part = dz[:, : classes.stop - begin]
             _launch.launch(
-                linear_cross_entropy_bwd_kernel, (config.programs,),
-                x_ptr=x, weight_ptr=weight, bias_ptr=bias, target_ptr=target, rows_ptr=rows, count_ptr=count,
-                dloss_ptr=dloss, lse_ptr=lse, dz_ptr=dz, dbias_ptr=dbiases if need_bias else None, M=M, V=V, K=K,
-                begin=begin, chunk=part.shape[1], x_stride_m=x.stride(0), weight_stride_v=weight.stride(0),
+                kernel, (config.programs,),
+                x_ptr=live_x if config.ahead else x, weight_ptr=weight[classes] if config.ahead else weight,
+                bias_ptr=bias, target_ptr=target, rows_ptr=rows, count_ptr=count, dloss_ptr=dloss, lse_ptr=lse,
+                dz_ptr=dz, dbias_ptr=dbiases, M=M, V=V, K=K, begin=begin, chunk=part.shape[1],
+                x_stride_m=(live_x if config.ahead else x).stride(0), weight_stride_v=weight.stride(0),
                 target_stride=target.stride(0), dloss_stride=dloss.stride(0), dz_stride_m=chunk,
                 share=1.0 - label_smoothing, even=label_smoothing / V, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-                BLOCK_K=config.block_k, GROUP_M=_gemm.GROUP_M, ALIGNED=aligned,
-                PRECISION="tf32" if kind == "tf32" else "ieee", STAGES=config.num_stages, num_warps=config.num_warps,
-                maxnreg=config.max_registers, enable_fp_fusion=False,
+                BLOCK_K=config.block_k, GROUP_M=_gemm.GROUP_M, num_warps=config.num_warps, enable_fp_fusion=False,
+                **own,
             )  # fmt: skip
             if need_x:
                 gemm(
@@ -162,8 +179,8 @@ def linear_cross_entropy_bwd(
                     part, live_x, _gemm.pick_split(part.shape[1], K, M, kind, aligned, capability), kind, aligned,
                     a_k_inner=False, b_k_inner=False, padded=True, count=count,
                 )  # fmt: skip
-        return (
-            sum_rows(sums, x.dtype).view(M, K) if need_x else new(0),
-            dweight,
-            sum_rows(dbiases, x.dtype) if need_bias else new(0),
-        )
+            if dbiases is not None and config.ahead:
+                dbias[classes] = sum_rows(dbiases[:, : part.shape[1]], x.dtype)
+        if dbiases is not None and not config.ahead:
+            dbias = sum_rows(dbiases, x.dtype)
+        return sum_rows(sums, x.dtype).view(M, K) if need_x else new(0), dweight, dbias

@@ -8,7 +8,8 @@ Traffic: reads the weights once for each tile of rows and x once for each tile o
          bytes a row and part. 2 M K V FLOPs and M V powers, of the rows that count.
 Limits:  float16, bfloat16, float32 (IEEE unless torch allows TF32), sums float32. No float64, no atomics. A target that
          is no class makes loss and lse NaN. The gradients of LCE.6 are not left here: see linear_cross_entropy_bwd.
-Config:  pick_config() below, candidates() of _cross_entropy.py; not yet measured on a GPU.
+Config:  pick_config() below, candidates() of _cross_entropy.py; not yet measured on a GPU. Where _gemm.AHEAD is set,
+         _linear_cross_entropy_fwd_ahead.py's, which reads the rows that count side by side: M K of memory more.
 Source:  own work; the softmax over tiles is that of Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
 
@@ -20,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import _gemm, _launch
 from ._cross_entropy import FEW_ROWS, call_shape, candidates, live_rows, load_target, logits, places
@@ -168,18 +170,31 @@ def linear_cross_entropy_fwd(
     loss, lse = new(M), new(M)
     if M == 0:
         return loss, lse, new(0), new(0), new(0)
-    config = pick_config(M, V, kind, aligned, _launch.capability(x))
+    capability = _launch.capability(x)
+    config = pick_config(M, V, kind, aligned, capability)
+    kernel, own = linear_cross_entropy_fwd_kernel, {
+        "ALIGNED": aligned, "PRECISION": "tf32" if kind == "tf32" else "ieee", "STAGES": config.num_stages,
+        "maxnreg": config.max_registers,
+    }  # fmt: skip
+    if _gemm.AHEAD:
+        # Gluon, which is Triton's experiment: not for every import
+        from . import _linear_cross_entropy_fwd_ahead as ahead
+
+        chosen = ahead.pick_config(M, V, K, aligned, x.dtype, capability)
+        if chosen is not None:
+            config, kernel, own = chosen, ahead.linear_cross_entropy_fwd_ahead_kernel, {}
     with _launch.on(x):
         rows, count = live_rows(target, ignore_index, (loss, lse))
+        if config.ahead:
+            x, bias = x.index_select(0, rows), None if bias is None else pad(bias, (0, -V % config.block_n))
         parts = new(4, config.splits, M)
         of_rows = {"target_ptr": target, "rows_ptr": rows, "count_ptr": count, "target_stride": target.stride(0)}
         _launch.launch(
-            linear_cross_entropy_fwd_kernel, (config.programs,),
+            kernel, (config.programs,),
             x_ptr=x, weight_ptr=weight, bias_ptr=bias, parts_ptr=parts, M=M, V=V, K=K, splits=config.splits,
             x_stride_m=x.stride(0), weight_stride_v=weight.stride(0), **of_rows, BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n, BLOCK_K=config.block_k, ALIGNED=aligned,
-            PRECISION="tf32" if kind == "tf32" else "ieee", STAGES=config.num_stages, SMOOTHED=smoothed,
-            num_warps=config.num_warps, maxnreg=config.max_registers, enable_fp_fusion=False,
+            BLOCK_N=config.block_n, BLOCK_K=config.block_k, SMOOTHED=smoothed, num_warps=config.num_warps,
+            enable_fp_fusion=False, **own,
         )  # fmt: skip
         _launch.launch(
             linear_cross_entropy_fwd_join_kernel, (_launch.cdiv(M, JOIN_ROWS),),
