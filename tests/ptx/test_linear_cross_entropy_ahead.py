@@ -129,10 +129,11 @@ def test_classes_that_cannot_be(monkeypatch, gpu):
     assert_all_own(gpu)
 
 
-def test_nothing_stands_behind_the_last_class(gpu):
-    """There z is 0, far above all that there is."""
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_nothing_stands_beyond_the_last_class_and_row(sign, gpu):
+    """There z is 0, far above all that there is, or a bias whose power is infinite."""
     given = call((9,), 8, 131, torch.bfloat16, reduction="none", label_smoothing=0.2)
-    given["bias"] = (given["bias"].detach() - 1e4).requires_grad_()
+    given["bias"] = (given["bias"].detach() + sign * 1e4).requires_grad_()
     assert all(bool(t.isfinite().all()) for t in run(given, "triton"))
     assert_contract("linear_cross_entropy", given, "triton")
     assert_all_own(gpu)

@@ -175,7 +175,7 @@ def multiply_runs(
         total = gl.zeros([ROWS, PART // 8], gl.float32, own_columns)
         for n0 in range(first, last, BLOCK_N):
             acc, slot, turn = multiply(a, b, full, empty, slot, turn, steps, half, BLOCK_N, True, True)
-            at, left_n = target - n0.to(gl.int32), near(V - n0, BLOCK_N)
+            at, left_n = target - gl.cast(n0, gl.int32), near(V - n0, BLOCK_N)
             bias = bias_ptr
             if bias_ptr is not None:
                 bias += n0
