@@ -327,7 +327,7 @@ def parts(K: int, config: Config) -> tuple[int, int]:
 def gemm(
     a: Tensor, b: Tensor, config: Config, kind: str, aligned: bool, *, a_k_inner: bool, b_k_inner: bool,
     bias: Tensor | None = None, a2: Tensor | None = None, b2: Tensor | None = None, padded: bool = False,
-    count: Tensor | None = None, rows: Tensor | None = None, into: Tensor | None = None,
+    count: Tensor | None = None, rows: Tensor | None = None, into: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """C = A B [+ A2 B2] [+ bias], (M, N) in the type of ``a``, launched on the current device.
 
@@ -345,6 +345,7 @@ def gemm(
         rows: (M,) int64, the row of C that each row of A B belongs to.
         into: float32 (config.splits, C's rows, N) that A B is added to and that is returned; its sum over the first
             axis is C. Without bias and second product, and where ``b`` is not ``b_k_inner``.
+        out: (M, N) contiguous in the type of ``a``, where C is written; else it is a new tensor.
     """
     M, K = a.shape if a_k_inner else (a.shape[1], a.shape[0])
     N = b.shape[0] if b_k_inner else b.shape[1]
@@ -366,7 +367,9 @@ def gemm(
     shape, dtype = ((M, N), a.dtype) if splits == 1 else ((splits, M * N), torch.float32)
     if M == 0 or N == 0:
         return a.new_empty((M, N)) if into is None else into
-    c = torch.empty(shape, dtype=dtype, device=a.device) if into is None else into
+    c = into if into is not None else out if splits == 1 else None
+    if c is None:
+        c = torch.empty(shape, dtype=dtype, device=a.device)
     _launch.launch(
         kernel, (config.programs,),
         a_ptr=a, b_ptr=b, a2_ptr=a2, b2_ptr=b2, bias_ptr=bias, c_ptr=c, M=M, N=N, K=K, part=part, splits=splits,
@@ -375,4 +378,6 @@ def gemm(
         BLOCK_K=config.block_k, GROUP_M=GROUP_M, A_K_INNER=a_k_inner, B_K_INNER=b_k_inner, num_warps=config.num_warps,
         enable_fp_fusion=False, **own,
     )  # fmt: skip
-    return c if splits == 1 or into is not None else sum_rows(c, a.dtype).view(M, N)
+    if splits == 1 or into is not None:
+        return c
+    return sum_rows(c, a.dtype, None if out is None else out.view(-1)).view(M, N)

@@ -67,11 +67,14 @@ def sum_rows_kernel(
     tl.store(sum_ptr + chunk * N + offs_n, value, mask=offs_n < N)
 
 
-def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N,) in ``dtype``: x (M, N), unit stride along N, summed over its rows, on the current device; 0 of no rows."""
+def sum_rows(x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """(N,) in ``dtype``: x (M, N), unit stride along N, summed over its rows, on the current device; 0 of no rows.
+
+    Where ``out`` is, (N,) contiguous in ``dtype``, it is what is written and returned.
+    """
     M, N = x.shape
     config = pick_config(M, N)
-    final = torch.empty((N,), dtype=dtype, device=x.device)
+    final = torch.empty((N,), dtype=dtype, device=x.device) if out is None else out
     if N == 0:
         return final
     sums = final if config.chunks == 1 else torch.empty((config.chunks, N), dtype=torch.float32, device=x.device)
@@ -81,4 +84,4 @@ def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=_launch.aligned(N, x), num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
-    return final if config.chunks == 1 else sum_rows(sums, dtype)
+    return final if config.chunks == 1 else sum_rows(sums, dtype, out)

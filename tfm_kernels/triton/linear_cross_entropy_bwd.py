@@ -175,12 +175,12 @@ def linear_cross_entropy_bwd(
                     count=count, rows=rows, into=sums,
                 )  # fmt: skip
             if need_weight:
-                dweight[classes] = gemm(
+                gemm(
                     part, live_x, _gemm.pick_split(part.shape[1], K, M, kind, aligned, capability), kind, aligned,
-                    a_k_inner=False, b_k_inner=False, padded=True, count=count,
+                    a_k_inner=False, b_k_inner=False, padded=True, count=count, out=dweight[classes],
                 )  # fmt: skip
             if dbiases is not None and config.ahead:
-                dbias[classes] = sum_rows(dbiases[:, : part.shape[1]], x.dtype)
+                sum_rows(dbiases[:, : part.shape[1]], x.dtype, dbias[classes])
         if dbiases is not None and not config.ahead:
-            dbias = sum_rows(dbiases, x.dtype)
+            sum_rows(dbiases, x.dtype, dbias)
         return sum_rows(sums, x.dtype).view(M, K) if need_x else new(0), dweight, dbias
