@@ -47,19 +47,20 @@ def place_of(offs_t, ORDER: gl.constexpr):
 @gluon.jit
 def copy_rows(
     to, ptr, first, begin, end, stride_t, D, ORDER: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr,
-    WARPS: gl.constexpr, chosen=None, none=0,
+    WARPS: gl.constexpr, chosen=None, none=None,
 ):  # fmt: skip
     """Begins to copy rows first + 0, 1, ... of one head to shared memory; 0 beyond D, outside begin..end - 1, and in
     rows that are not ``chosen`` (BLOCK_T,) bool, in their places.
 
-    A thread's rows are written as one that depends on it and others that do not, which take no registers of its own.
-    ``none`` is a 0 of which the compiler knows nothing, where that one is not to be kept from tile to tile.
+    With ``none``, a 0 of which the compiler knows nothing, no pointers of rows are kept in registers from tile to tile:
+    a thread's rows are written as one that depends on it and on ``none``, and others that depend on neither.
     """
     by: gl.constexpr = by_16_bytes(BLOCK_D, WARPS)
-    AT_ONCE: gl.constexpr = WARPS * 32 // (BLOCK_D // 8)  # rows that are copied by one instruction
+    AT_ONCE: gl.constexpr = BLOCK_T if none is None else WARPS * 32 // (BLOCK_D // 8)  # copied by one instruction
     offs = gl.arange(0, BLOCK_T, gl.SliceLayout(1, by))
     own, common = place_of(offs % AT_ONCE, ORDER), place_of(offs // AT_ONCE * AT_ONCE, ORDER)
-    own += none
+    if none is not None:
+        own += none
     offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, by))
     rows = (own + common >= near(begin - first, 4096)) & (own + common < near(end - first, 4096))
     if chosen is not None:

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ._ahead import barriers, next_place, zero
 from ._attention import band, keys_met, sequence
 from ._attention_ahead_dropout import kept_weights
 from ._attention_ahead_pairs import bias_of, keep_of, shown_tile, words_of
@@ -34,25 +35,6 @@ ROWS_OF_GROUP = gl.constexpr(64)
 PART = gl.constexpr(
     32
 )  # keys of a tile whose products are formed at once: what else a thread holds leaves no more registers
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, RING: gl.constexpr):
-    """One for each place of the ring, at which COUNT arrivals are awaited."""
-    found = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(RING):
-        mbarrier.init(found.index(place), count=COUNT)
-    return found
-
-
-@gluon.jit
-def next_place(slot, turn, RING: gl.constexpr):
-    """The ring's next place, and the parity of its turn."""
-    slot += 1
-    if slot == RING:
-        slot = 0
-        turn ^= 1
-    return slot, turn
 
 
 @gluon.jit
@@ -83,12 +65,6 @@ def keys_of(b, m0, Tq, Tk, row_step, lengths_ptr, low, high, end_low, end_high, 
     low, high = band(tq, tk, low, high, end_low, end_high)
     begin, end, _, _ = keys_met(m0, tq, live, low, high, BLOCK_M)
     return begin, end, live, low, high
-
-
-@gluon.jit
-def zero():
-    """0, of which the compiler knows nothing: what follows from it is not kept in registers from member to member."""
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

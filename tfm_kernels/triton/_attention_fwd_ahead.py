@@ -114,7 +114,10 @@ def attend_carefully(
     last_dropped, none, nothing, kind: gl.constexpr, scores: gl.constexpr, sums_of: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """acc once more, tile by tile, with those values as 0 that no row of the tile sees; sums and tops hold already."""
+    """(acc, sums, tops) once more, tile by tile, with those values as 0 that no row of the tile sees.
+
+    sums and tops, in the same layout and order, are those of before to the bit: kept, they would take registers.
+    """
     by: gl.constexpr = by_16_bytes(BLOCK_D, WARPS)
     sums = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
     tops = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
@@ -146,7 +149,7 @@ def attend_carefully(
         fence_async_shared()
         barrier()
         acc = warpgroup_mma(p, v.index(0), acc * decay)
-    return acc
+    return acc, sums, tops
 
 
 _RUNTIME = (
@@ -267,7 +270,7 @@ def attention_fwd_ahead_kernel(
         acc = warpgroup_mma(p, v.index((count - 1) % RING), acc * decay)
         if bias_ptr is not None or keep_ptr is not None:
             if not is_finite(acc):
-                acc = attend_carefully(
+                acc, sums, tops = attend_carefully(
                     q, k, v, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, list_ptr, count, first, full_first, full_last,
                     last, first_row, m0, begin, end, tq, tk, live, low, high, D, DV, k_stride_t, v_stride_t,
                     bias_stride_t, keep_stride_t, scale, step, last_dropped, none, nothing, kind, scores, sums_of,

@@ -12,16 +12,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ._activation import activate_and_slope
-from ._ahead import by_16_bytes
+from ._ahead import barriers, by_16_bytes
 from ._ffn_fwd_ahead import kept_part
 from ._gemm import Config
 from ._gemm_ahead import (
     COPYING,
     MULTIPLYING,
     PART,
+    RING,
     ROWS,
     WARPS,
-    barriers,
     columns_of_part,
     copy_tiles,
     load_part,
@@ -125,7 +125,7 @@ def ffn_bwd_ahead_kernel(
     """As ffn_bwd_kernel, with db1_ptr (SUMS for each tile of rows, F) float32."""
     kind: gl.constexpr = dy_ptr.dtype.element_ty
     a, b = ring_of(kind, [BLOCK_M, BLOCK_K]), ring_of(kind, [BLOCK_K, BLOCK_N])
-    full, empty = barriers(32 * WARPS), barriers(2)
+    full, empty = barriers(32 * WARPS, RING), barriers(2, RING)
     gl.warp_specialize(
         [
             (

@@ -12,14 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ._activation import activate
+from ._ahead import barriers
 from ._gemm import Config
 from ._gemm_ahead import (
     COPYING,
     MULTIPLYING,
     PART,
+    RING,
     ROWS,
     WARPS,
-    barriers,
     by_columns,
     copy_tiles,
     load_columns,
@@ -143,7 +144,7 @@ def ffn_fwd_ahead_kernel(
     """As ffn_fwd_kernel; BLOCK_N sums are of BLOCK_N columns, with a gate of BLOCK_N // 2."""
     kind: gl.constexpr = x_ptr.dtype.element_ty
     a, b = ring_of(kind, [BLOCK_M, BLOCK_K]), ring_of(kind, [BLOCK_N, BLOCK_K])
-    full, empty = barriers(32 * WARPS), barriers(2)
+    full, empty = barriers(32 * WARPS, RING), barriers(2, RING)
     BLOCK_F: gl.constexpr = BLOCK_N if gate_ptr is None else BLOCK_N // 2
     gl.warp_specialize(
         [

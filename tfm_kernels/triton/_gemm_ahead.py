@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import _launch
-from ._ahead import begin_copy, by_16_bytes
+from ._ahead import barriers, begin_copy, by_16_bytes, next_place, zero
 from ._gemm import LEAST_K, Config, columns, place, tiles, up_to_8
 from ._tile import near
 
@@ -93,31 +93,6 @@ def ring_of(kind: gl.constexpr, shape: gl.constexpr):
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr):
-    """One for each place of the ring, at which COUNT arrivals are awaited."""
-    found = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for place_of_ring in gl.static_range(RING):
-        mbarrier.init(found.index(place_of_ring), count=COUNT)
-    return found
-
-
-@gluon.jit
-def next_place(slot, turn):
-    """The ring's next place, and the parity of its turn."""
-    slot += 1
-    if slot == RING:
-        slot = 0
-        turn ^= 1
-    return slot, turn
-
-
-@gluon.jit
-def zero():
-    """0, of which the compiler knows nothing: what follows from it is not kept in registers from tile to tile."""
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def copy_factor(
     to, ptr, left, k_left, none, stride, rows: gl.constexpr, BLOCK_K: gl.constexpr, K_INNER: gl.constexpr,
     SORTED: gl.constexpr, PADDED: gl.constexpr = False,
@@ -176,7 +151,7 @@ def copy_product(
             gate_ptr += BLOCK_K
         b_ptr += BLOCK_K if B_K_INNER else BLOCK_K * b_stride
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
-        slot, turn = next_place(slot, turn)
+        slot, turn = next_place(slot, turn, RING)
     return slot, turn
 
 
@@ -208,7 +183,7 @@ def multiply(
         acc = warpgroup_mma(mine, other, acc, is_async=True)
         acc = warpgroup_mma_wait(1, [acc])  # the product before this one is done, and its place free
         mbarrier.arrive(empty.index((slot + RING - 1) % RING), pred=step > 0)
-        slot, turn = next_place(slot, turn)
+        slot, turn = next_place(slot, turn, RING)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(empty.index((slot + RING - 1) % RING), pred=steps > 0)
     return acc, slot, turn
@@ -368,7 +343,7 @@ def gemm_ahead_kernel(
     kind: gl.constexpr = a_ptr.dtype.element_ty
     a = ring_of(kind, factor_shape(BLOCK_M, BLOCK_K, A_K_INNER))
     b = ring_of(kind, factor_shape(BLOCK_N, BLOCK_K, B_K_INNER))
-    full, empty = barriers(32 * WARPS), barriers(2)
+    full, empty = barriers(32 * WARPS, RING), barriers(2, RING)
     PRODUCTS: gl.constexpr = 1 if a2_ptr is None else 2
     live = M
     if count_ptr is not None:

@@ -18,22 +18,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import _launch
+from ._ahead import barriers, zero
 from ._cross_entropy import load_target, places
 from ._gemm import Config
 from ._gemm_ahead import (
     COPYING,
     MULTIPLYING,
     PART,
+    RING,
     ROWS,
     WARPS,
-    barriers,
     by_columns,
     copy_product,
     load_columns,
     multiply,
     part_of,
     ring_of,
-    zero,
 )
 from ._gemm_ahead import pick_config as pick_product
 from ._tile import near, power_of_e
@@ -212,7 +212,7 @@ def linear_cross_entropy_fwd_ahead_kernel(
     """
     kind: gl.constexpr = x_ptr.dtype.element_ty
     a, b = ring_of(kind, [BLOCK_M, BLOCK_K]), ring_of(kind, [BLOCK_N, BLOCK_K])
-    full, empty = barriers(32 * WARPS), barriers(2)
+    full, empty = barriers(32 * WARPS, RING), barriers(2, RING)
     live = gl.load(count_ptr)
     gl.warp_specialize(
         [
