@@ -28,31 +28,52 @@ float element(const char* bytes, unsigned index, Type type) {
                           : static_cast<float>(value);
 }
 
-float truncated_sum(const double* terms, unsigned count, float start, int bits) {
-  double largest = std::fabs(start);
-  for (unsigned n = 0; n < count; ++n) largest = std::max(largest, std::fabs(terms[n]));
-  double plain = start;
-  for (unsigned n = 0; n < count; ++n) plain += terms[n];
-  if (largest == 0 || !std::isfinite(plain)) return static_cast<float>(plain);
-  const int exponent = std::ilogb(largest) - 23 - bits;
-  const double up = std::ldexp(1.0, -exponent), down = std::ldexp(1.0, exponent);
+// Doubles of finite floats' products and sums are finite and normal: their bits tell the exponent.
+constexpr int kBias = 1023;
+
+double power_of_two(int exponent) {
+  return std::bit_cast<double>(static_cast<uint64_t>(kBias + exponent) << 52);
+}
+
+template <unsigned kCount>
+float truncated_sum(const double* terms, float start, int bits) {
+  constexpr uint64_t kMagnitude = ~uint64_t{0} >> 1;
+  auto largest = static_cast<int64_t>(std::bit_cast<uint64_t>(double{start}) & kMagnitude);
+  for (unsigned n = 0; n < kCount; ++n)
+    largest =
+        std::max(largest, static_cast<int64_t>(std::bit_cast<uint64_t>(terms[n]) & kMagnitude));
+  const int exponent = static_cast<int>(largest >> 52) - kBias;
+  if (largest == 0 || exponent > kBias) {  // zeros; an infinity or NaN
+    double plain = start;
+    for (unsigned n = 0; n < kCount; ++n) plain += terms[n];
+    return static_cast<float>(plain);
+  }
+  const int last = exponent - 23 - bits;
+  const double up = power_of_two(-last);
   int64_t sum = static_cast<int64_t>(start * up);
-  for (unsigned n = 0; n < count; ++n) sum += static_cast<int64_t>(terms[n] * up);
-  return toward_zero(static_cast<double>(sum) * down);
+  for (unsigned n = 0; n < kCount; ++n) sum += static_cast<int64_t>(terms[n] * up);
+  return toward_zero(static_cast<double>(sum) * power_of_two(last));
 }
 
 // sums[c] += a . b[c], over k elements.
+template <unsigned kChunk>
+void add_chunks(const float* a, const float (*b)[64], unsigned k, float* sums, unsigned columns,
+                int bits) {
+  for (unsigned c = 0; c < columns; ++c)
+    for (unsigned first = 0; first < k; first += kChunk) {
+      double terms[kChunk];
+      for (unsigned n = 0; n < kChunk; ++n)
+        terms[n] = static_cast<double>(a[first + n]) * b[c][first + n];
+      sums[c] = truncated_sum<kChunk>(terms, sums[c], bits);
+    }
+}
+
 void add_floats(const float* a, const float (*b)[64], unsigned k, float* sums, unsigned columns,
                 Type type, bool hopper) {
-  const unsigned chunk = (type == Type::tf32 ? 4u : 8u) << hopper;
-  double terms[16];
-  for (unsigned c = 0; c < columns; ++c)
-    for (unsigned first = 0; first < k; first += chunk) {
-      const unsigned count = std::min(chunk, k - first);
-      for (unsigned n = 0; n < count; ++n)
-        terms[n] = static_cast<double>(a[first + n]) * b[c][first + n];
-      sums[c] = truncated_sum(terms, count, sums[c], 1 + hopper);
-    }
+  const unsigned chunk = std::min(k, (type == Type::tf32 ? 4u : 8u) << hopper);
+  const auto add = chunk == 4 ? add_chunks<4> : chunk == 8 ? add_chunks<8> : add_chunks<16>;
+  if (k % chunk) throw Fault("a matrix unit's product of " + std::to_string(k) + " elements");
+  add(a, b, k, sums, columns, 1 + hopper);
 }
 
 void add_integers(const float* a, const float (*b)[64], unsigned k, int32_t* sums,

@@ -22,7 +22,7 @@ inline uint16_t float_to_bfloat(float x) {
 // float32, cut off.
 inline float toward_zero(double x) {
   const auto near = static_cast<float>(x);
-  return std::fabs(near) > std::fabs(x) ? std::nextafter(near, 0.0f) : near;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(near) - (std::fabs(near) > std::fabs(x)));
 }
 
 // Subnormals become 0.
