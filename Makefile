@@ -17,8 +17,8 @@ SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh'
   'tests/ptx/*.cpp' 'tests/ptx/*.h')
 SANITIZED := build/sanitized
 
-.PHONY: build triton lint test test-all simt aside ptx interpreted interpreted-attention sanitize aarch64 demo \
-  bench gpu clean
+.PHONY: build triton lint test test-all simt aside ptx ptx-attention interpreted interpreted-attention sanitize aarch64 \
+  demo bench gpu clean
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -44,7 +44,7 @@ triton: build
 # Triton's kernels run interpreted in processes of their own; their exit code 5 says that triton is not installed.
 test test-all: lint triton
 	$(PYTEST) $(MARKED) $(addprefix --ignore=,$(SIMT) $(ASIDE) $(PTX) $(INTERPRETED))
-	$(MAKE) -j2 MARKED='$(MARKED)' ptx interpreted-attention interpreted aside simt
+	$(MAKE) -j2 MARKED='$(MARKED)' ptx-attention ptx interpreted-attention interpreted aside simt
 
 test: MARKED := -m "not slow"
 PYTEST := $(BIN)/python -m pytest -q
@@ -56,8 +56,11 @@ INTERPRETED := tests/interpreter
 simt:
 	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(SIMT)
 
+ptx-attention:
+	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(PTX)/test_attention*.py || test $$? -eq 5
+
 ptx:
-	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(PTX) || test $$? -eq 5
+	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(PTX) --ignore-glob='$(PTX)/test_attention*.py' || test $$? -eq 5
 
 aside:
 	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(ASIDE)

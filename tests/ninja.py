@@ -1,13 +1,16 @@
 """Runs ninja, for tests that build a library of their own; it compiles again only what changed."""
 
+import fcntl
 import subprocess
 import sys
 
 
 def build(folder, graph, made):
-    """folder / made, built by a graph that is written there; asserts that it could be."""
+    """folder / made, built by a graph that is written there; asserts that it could be. Processes take turns."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(graph)
-    done = subprocess.run([sys.executable, "-m", "ninja", "-C", str(folder)], capture_output=True, text=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "build.ninja").write_text(graph)
+        done = subprocess.run([sys.executable, "-m", "ninja", "-C", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / made
