@@ -32,9 +32,7 @@ from ._attention_bwd_tile import DELTA, SHIFT, TOP, weight_of
 
 WARPS = gl.constexpr(4)  # of a group
 ROWS_OF_GROUP = gl.constexpr(64)
-PART = gl.constexpr(
-    32
-)  # keys of a tile whose products are formed at once: what else a thread holds leaves no more registers
+PART = gl.constexpr(32)  # keys of a tile whose products are formed at once: registers leave no more
 
 
 @gluon.jit
