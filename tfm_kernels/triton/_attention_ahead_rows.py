@@ -35,6 +35,23 @@ def listed_tile_of(c, count, first, full_first, full_last, last, list_ptr):
 
 
 @gluon.jit
+def tiles_from(c, tile0, tile1, tile2, count, first, full_first, full_last, last, list_ptr):
+    """(the numbers of tiles c, c + 1 and c + 2; the same from c + 1 on, which a list's are carried in).
+
+    tile0, tile1 and tile2 are a list's numbers from c on; without one they are left alone, and numbers computed.
+    """
+    if list_ptr is not None:
+        now, after, later = tile0, tile1, tile2
+        tile0, tile1 = after, later
+        tile2 = listed_tile_of(c + 3, count, first, full_first, full_last, last, list_ptr)
+    else:
+        now = tile_of(c, first, full_first, full_last, last)
+        after = tile_of(c + 1, first, full_first, full_last, last)
+        later = tile_of(c + 2, first, full_first, full_last, last)
+    return now, after, later, tile0, tile1, tile2
+
+
+@gluon.jit
 def place_of(offs_t, ORDER: gl.constexpr):
     """The row that lies at each place of a tile."""
     if ORDER == BY_FOUR:

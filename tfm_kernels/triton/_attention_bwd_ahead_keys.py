@@ -32,7 +32,7 @@ from ._attention_ahead_rows import (
     copy_rows,
     listed_tile_of,
     store_rows,
-    tile_of,
+    tiles_from,
 )
 from ._attention_bwd_ahead_pairs import scored, words_of
 from ._attention_bwd_ahead_tile import RING, gradient_of, marked, negative
@@ -93,19 +93,15 @@ def meet(
     HIDES: gl.constexpr = MASKED or bias_ptr is not None
     dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
     for c in range(from_c, to_c):
-        if list_ptr is None:
-            m0 = tile_of(c, first, full_first, full_last, last) * BLOCK_M
-            m1 = tile_of(c + 1, first, full_first, full_last, last) * BLOCK_M
-            copied = tile_of(c + 2, first, full_first, full_last, last)
-        else:
-            m0, m1, copied = tile0 * BLOCK_M, tile1 * BLOCK_M, tile2
-            tile3 = listed_tile_of(c + 3, count, first, full_first, full_last, last, list_ptr)
-            tile0, tile1, tile2 = tile1, tile2, tile3
+        now, after, later, tile0, tile1, tile2 = tiles_from(
+            c, tile0, tile1, tile2, count, first, full_first, full_last, last, list_ptr
+        )
+        m0, m1 = now * BLOCK_M, after * BLOCK_M
         async_copy.wait_group(4)  # all but the next tile
         barrier()
         fence_async_shared()
         copy_tile(
-            c + 2, copied, count, q, dout, offsets, deltas, q_ptr, dout_ptr, statistics_ptr, begin, end, tq, D, DV,
+            c + 2, later, count, q, dout, offsets, deltas, q_ptr, dout_ptr, statistics_ptr, begin, end, tq, D, DV,
             q_stride_t, dout_stride_t, BLOCK_M, BLOCK_D, WARPS,
         )  # fmt: skip
         x = warpgroup_mma(k, q.index(c % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)

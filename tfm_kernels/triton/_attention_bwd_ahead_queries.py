@@ -25,7 +25,7 @@ from ._ahead import barrier, by_16_bytes
 from ._attention import band, is_finite, keys_met, sequence, tiles_met
 from ._attention_ahead_dropout import kept_weights
 from ._attention_ahead_pairs import seen_keys, words_of
-from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, copy_rows, listed_tile_of, store_rows, tile_of
+from ._attention_ahead_rows import AS_THEY_ARE, BY_FOUR, copy_rows, listed_tile_of, store_rows, tiles_from
 from ._attention_bwd_ahead_pairs import store_pairs, weights_of
 from ._attention_bwd_ahead_tile import RING, gradient_of
 from ._attention_bwd_tile import DELTA, SHIFT, TOP
@@ -63,19 +63,15 @@ def meet(
     HIDES: gl.constexpr = MASKED or bias_ptr is not None
     dq = warpgroup_mma_init(dq)
     for c in range(from_c, to_c):
-        if list_ptr is None:
-            n0 = tile_of(c, first, full_first, full_last, last) * BLOCK_N
-            n1 = tile_of(c + 1, first, full_first, full_last, last) * BLOCK_N
-            copied = tile_of(c + 2, first, full_first, full_last, last)
-        else:
-            n0, n1, copied = tile0 * BLOCK_N, tile1 * BLOCK_N, tile2
-            tile3 = listed_tile_of(c + 3, count, first, full_first, full_last, last, list_ptr)
-            tile0, tile1, tile2 = tile1, tile2, tile3
+        now, after, later, tile0, tile1, tile2 = tiles_from(
+            c, tile0, tile1, tile2, count, first, full_first, full_last, last, list_ptr
+        )
+        n0, n1 = now * BLOCK_N, after * BLOCK_N
         async_copy.wait_group(2)  # all but the next tile, for which the last tile but one has made place
         barrier()
         fence_async_shared()
         copy_tile(
-            c + 2, copied, count, k, v, k_ptr, v_ptr, begin, end, D, DV, k_stride_t, v_stride_t, BLOCK_N, BLOCK_D, WARPS
+            c + 2, later, count, k, v, k_ptr, v_ptr, begin, end, D, DV, k_stride_t, v_stride_t, BLOCK_N, BLOCK_D, WARPS
         )
         x = warpgroup_mma(q, k.index(c % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)
         products = warpgroup_mma(dout, v.index(c % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)
