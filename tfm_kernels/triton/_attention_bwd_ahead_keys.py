@@ -355,7 +355,6 @@ def attention_bwd_ahead_keys_kernel(
                     keep_head = keep_ptr + h * keep_stride_h
                     slot = b * list_stride_b + h * list_stride_h + key_tile
                     count = gl.load(counts_ptr + slot)
-                    cut = count
                     list_ptr = tiles_ptr + slot * list_width
                 if bits_ptr is not None:
                     bits_head = bits_ptr + (b * H + h) * bits_stride_h

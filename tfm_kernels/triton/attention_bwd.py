@@ -142,7 +142,8 @@ def attention_bwd(
             from . import _attention_bwd_ahead as ahead  # Gluon, which is Triton's experiment: not for every import
 
             done = ahead.pass_back(call, capability, shared, *results)
-            of_bias = ahead.bias_launch(call, capability) or of_bias
+            if need_bias and not own_dbias:
+                of_bias = ahead.bias_launch(call, capability) or of_bias
         if not done:
             _pass_back(call, configs, shared, *results)
         if need_bias and not own_dbias:
