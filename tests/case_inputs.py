@@ -30,7 +30,9 @@ def norm(op, levels, g, device):
         if levels[name] != "none":
             other = total if levels[name] == "same" or total == torch.float64 else torch.float32
             inputs[name] = put(draw("randn", (width,), other, g))
-    if levels["eps"] is not None:
+    if isinstance(levels["eps"], tuple):
+        inputs["eps"], inputs["eps_outside"] = levels["eps"]
+    elif levels["eps"] is not None:
         inputs["eps"] = levels["eps"]
     if op.endswith("layer_norm") and width > 1:
         inputs["unbiased"] = levels["unbiased"]

@@ -16,7 +16,7 @@ FACTORS = {
         "width": (1, 2, 7, 31, 63, 64, 65, 127, 128, 129, 257, 512, 1031),
         "weight": ("none", "same", "f32"),
         "bias": ("none", "same", "f32"),
-        "eps": (None, 1e-6, 1e-2),
+        "eps": (None, 1e-6, 1e-2, (0.0, 1e-3)),  # the second of two is eps_outside
         "unbiased": (False, True),
         "dropout_p": _DROPOUT,
         "dropout_rows": (False, True),

@@ -31,7 +31,7 @@ def calls(width, dtype, rows):
     x, w = randn(rows, width, dtype=dtype), randn(width, dtype=dtype, seed=1)
     residual = randn(rows, width, seed=2)
     yield "rms_norm", {"x": x, "weight": w}
-    yield "layer_norm", {"x": x, "bias": w, "unbiased": True}
+    yield "layer_norm", {"x": x, "bias": w, "unbiased": True, "eps": 0.0, "eps_outside": 1e-3}
     yield "add_rms_norm", {"x": x, "residual": residual.to(dtype), "weight": w.float()}
     yield "add_layer_norm", {"x": x, "residual": residual, "weight": w.float(), "dropout_p": 0.3, "seed": SEED}
 
@@ -88,6 +88,32 @@ def test_a_row_too_far_from_zero_for_its_factor(backend, width):
     torch.testing.assert_close(found[0].double(), found[1], rtol=1e-5, atol=5.0)  # of some 1e6
 
 
+def assert_eps_outside_of_the_root(backend, width):
+    """Norms that divide by (std + eps), as The Annotated Transformer's: rows of any size, one of them of zeros."""
+    x = randn(6, width) * torch.tensor([1.0, 1e3, 1e-3, 1e-6, 1e-25, 0.0])[:, None]
+    w, dy = randn(width, seed=1), randn(6, width, seed=2)
+    for rms in (False, True):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        options = {"eps": 0.0, "eps_outside": 1e-4, "backend": backend}
+        y = tfk.ops.rms_norm(*leaves, **options) if rms else tfk.ops.layer_norm(*leaves, unbiased=True, **options)
+        found = y, *torch.autograd.grad(y, leaves, dy)
+        leaves = x.double().requires_grad_(), w.double().requires_grad_()
+        centred = leaves[0] - (0 if rms else leaves[0].mean(1, keepdim=True))
+        # std's gradient is 0 where it is 0; sqrt has none
+        spread = leaves[0].norm(dim=1, keepdim=True) / width**0.5 if rms else leaves[0].std(1, keepdim=True)
+        y = centred / (spread + 1e-4) * leaves[1]
+        expected = y, *torch.autograd.grad(y, leaves, dy.double())
+        for name, got, exact in zip(("y", "dx", "dweight"), found, expected, strict=True):
+            size = exact.abs().amax(-1, keepdim=True)  # of each row
+            wrong = ((got.double() - exact).abs() / size.clamp(min=1e-30)).max()
+            assert wrong < 1e-5, (name, rms, wrong)
+
+
+@pytest.mark.parametrize("width", [7, 48, 768, 1031, 9000])
+def test_eps_outside_of_the_root(backend, width):
+    assert_eps_outside_of_the_root(backend, width)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_views_give_the_bits_of_contiguous_tensors(backend, op, dtype):
@@ -103,7 +129,15 @@ def assert_sum_need_not_be_kept(backend, width, dtype, rows=5):
     given = {"x": randn(rows, width, dtype=dtype), "residual": randn(rows, width, dtype=dtype, seed=2)}
     w, b = randn(width, dtype=dtype, seed=1), randn(width, dtype=dtype, seed=3)
     for rms, p in ((False, 0.0), (False, 0.3), (True, 0.0)):
-        options = {"eps": 1e-5, "rms": rms, "unbiased": False, "dropout_p": p, "seed": SEED, "dropout_rows": None}
+        options = {
+            "eps": 1e-5,
+            "eps_outside": 1e-3,
+            "rms": rms,
+            "unbiased": False,
+            "dropout_p": p,
+            "seed": SEED,
+            "dropout_rows": None,
+        }
         kept, left = (
             FWD[backend](**given, weight=w, bias=None if rms else b, **options, keep_sum=keep) for keep in (True, False)
         )
@@ -169,7 +203,7 @@ def test_traced_for_a_gpu_that_is_not_there(backend):
         out = torch.compile(_step(backend), fullgraph=True, backend="eager")(x, residual, weight)
         assert out.device.type == "cuda" and out.shape == x.shape and out.dtype == torch.bfloat16
         row = torch.empty(4, device="cuda")
-        options = (False, False, 0.0, None, None, True, False)
+        options = (0.0, False, False, 0.0, None, None, True, False)
         dx, _, dweight, dbias = BWD[backend](x, None, x, row, row, weight, None, *options)
         assert dx.device.type == dweight.device.type == "cuda" and (dx.shape, dweight.shape) == (x.shape, weight.shape)
         assert dweight.dtype == weight.dtype and dbias.shape == (0,)
@@ -178,8 +212,10 @@ def test_traced_for_a_gpu_that_is_not_there(backend):
 def test_backward_of_another_backend(backend):
     """What the forward saves means the same to every backend."""
     x, dy, weight = randn(40, 100), randn(40, 100, seed=1), randn(100, seed=2)
-    saved = {name: FWD[name](x, None, weight, None, 1e-5, False, False, 0.0, None, None) for name in ("cpu", backend)}
-    options = (weight, weight, False, False, 0.0, None, None, True, True)
+    saved = {
+        name: FWD[name](x, None, weight, None, 1e-5, 0.0, False, False, 0.0, None, None) for name in ("cpu", backend)
+    }
+    options = (weight, weight, 0.0, False, False, 0.0, None, None, True, True)
     expected = BWD["cpu"](dy, None, x, *saved["cpu"][2:], *options)
     for forward, backward in (("cpu", backend), (backend, "cpu"), (backend, backend)):
         found = BWD[backward](dy, None, x, *saved[forward][2:], *options)
@@ -195,7 +231,7 @@ def test_sums_are_rounded_once_to_the_parameters_type(backend, weight_dtype, bia
     weight = randn(100, seed=2).bfloat16()
 
     def sums(*parameters):
-        return BWD[backend](dy, None, x, row, row, *parameters, False, False, 0.0, None, None, True, True)[2:]
+        return BWD[backend](dy, None, x, row, row, *parameters, 0.0, False, False, 0.0, None, None, True, True)[2:]
 
     exact = sums(weight.float(), weight.float())
     found = sums(weight.to(weight_dtype), weight.to(bias_dtype))
@@ -209,11 +245,13 @@ ROW = torch.ones(4)
 
 def forward(x=X, residual=None, weight=None, p=0.0, seed=None, rows=None):
     """Backend -> a call of the forward operator itself."""
-    return lambda backend: FWD[backend](x, residual, weight, None, 1e-5, False, False, p, seed, rows)
+    return lambda backend: FWD[backend](x, residual, weight, None, 1e-5, 0.0, False, False, p, seed, rows)
 
 
 def _backward(dy=X, mean=ROW, rstd=ROW):
-    return lambda backend: BWD[backend](dy, None, X, mean, rstd, None, None, False, False, 0.0, None, None, True, True)
+    return lambda backend: BWD[backend](
+        dy, None, X, mean, rstd, None, None, 0.0, False, False, 0.0, None, None, True, True
+    )
 
 
 # what csrc/cuda says of a call of the operators themselves that would read outside -> that call on a backend

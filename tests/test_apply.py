@@ -206,7 +206,7 @@ def test_forward_mode_is_refused_where_no_gradient_is_needed(name, grad_mode):
 def test_a_tangent_is_never_dropped():
     """Whatever the choice of a backend has overlooked."""
     x = draw(3, 8, grad=False)
-    arguments = None, None, None, 1e-5, False, False, 0.0, None, None, True
+    arguments = None, None, None, 1e-5, 0.0, False, False, 0.0, None, None, True
     for mode in (nullcontext, Watched):
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(x, torch.ones_like(x))

@@ -23,6 +23,8 @@ def test_explicit_never_falls_back(x):
             tfk.ops.layer_norm(x, backend=backend)
     with pytest.raises(tfk.BackendError, match="N - 1 variance"):
         tfk.ops.layer_norm(x, unbiased=True, backend="aten")
+    with pytest.raises(tfk.BackendError, match="no eps outside of the root"):
+        tfk.ops.rms_norm(x, eps_outside=1e-6, backend="aten")
 
 
 def test_unknown_backend(x):

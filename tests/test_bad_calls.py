@@ -103,7 +103,7 @@ FUNCTIONS = {
         {"x"},
         {"x"},
         {"weight", "bias"},
-        {"eps": [*EPS, None], "unbiased": FLAGS},
+        {"eps": [*EPS, None], "eps_outside": [*EPS, None], "unbiased": FLAGS},
     ),
     "rms_norm": (
         functools.partial(norm, residual=False, rms=True),
@@ -111,7 +111,7 @@ FUNCTIONS = {
         {"x"},
         {"x"},
         {"weight"},
-        {"eps": EPS},
+        {"eps": EPS, "eps_outside": [*EPS, None]},
     ),
     "add_layer_norm": (
         functools.partial(norm, residual=True, rms=False),
@@ -119,7 +119,14 @@ FUNCTIONS = {
         set(),
         {"x", "residual"},
         {"weight", "bias"},
-        {"eps": [*EPS, None], "unbiased": FLAGS, "dropout_p": PROBABILITIES, "seed": SEEDS, "dropout_rows": SEEDS},
+        {
+            "eps": [*EPS, None],
+            "eps_outside": [*EPS, None],
+            "unbiased": FLAGS,
+            "dropout_p": PROBABILITIES,
+            "seed": SEEDS,
+            "dropout_rows": SEEDS,
+        },
     ),
     "add_rms_norm": (
         functools.partial(norm, residual=True, rms=True),
@@ -127,7 +134,7 @@ FUNCTIONS = {
         set(),
         {"x", "residual"},
         {"weight"},
-        {"eps": EPS, "dropout_p": PROBABILITIES, "seed": SEEDS, "dropout_rows": SEEDS},
+        {"eps": EPS, "eps_outside": [*EPS, None], "dropout_p": PROBABILITIES, "seed": SEEDS, "dropout_rows": SEEDS},
     ),
     "attention": (
         dense_with_bias,

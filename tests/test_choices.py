@@ -51,6 +51,7 @@ def test_another_call_is_checked_anew(checked, x):
         lambda: ops.layer_norm(x, None, w),
         lambda: ops.layer_norm(x, w, eps=1e-6),
         lambda: ops.layer_norm(x, w, unbiased=True),
+        lambda: ops.layer_norm(x, w, eps_outside=1e-6),
         lambda: ops.layer_norm(x[:2], w),
         lambda: ops.layer_norm(x.double(), w.double()),
         lambda: ops.layer_norm(x.bfloat16(), w),
@@ -64,6 +65,7 @@ def test_another_call_is_checked_anew(checked, x):
 
 REFUSED = {
     "eps is a bool": (TypeError, lambda x, w: ops.layer_norm(x, w, eps=True)),
+    "eps_outside is negative": (ValueError, lambda x, w: ops.layer_norm(x, w, eps=1.0, eps_outside=-1.0)),
     "unbiased is an int": (TypeError, lambda x, w: ops.layer_norm(x, w, eps=1.0, unbiased=0)),
     "weight is too long": (ValueError, lambda x, w: ops.layer_norm(x, torch.ones(9), eps=1.0)),
     "weight is an integer": (ValueError, lambda x, w: ops.layer_norm(x, torch.ones(8, dtype=torch.int64), eps=1.0)),
@@ -131,6 +133,7 @@ def test_the_choice_depends_on_size_and_on_training(dtype, nearest, monkeypatch)
     assert [chosen("layer_norm", x) for x in trained] == ["aten", "cpu"]
     assert chosen("add_layer_norm", small, small, dropout_p=0.1) == "cpu"
     assert chosen("rms_norm", small) == "cpu" and chosen("layer_norm", small, unbiased=True) == "cpu"
+    assert chosen("layer_norm", small, eps_outside=1e-6) == "cpu"
 
 
 FFN_TRAINS = {_library.XEON: (64, 9000), _library.ZEN3: (1, 63, 64, 511, 4096), _library.ZEN4: (1, 63, 512, 9000)}

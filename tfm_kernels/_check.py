@@ -71,11 +71,11 @@ def number(op: str, name: str, value: object) -> None:
         raise ValueError(f"{op}: {name} must be a number that a float can hold, got {value.bit_length()} bits")
 
 
-def eps(op: str, value: float) -> None:
+def eps(op: str, value: float, name: str = "eps") -> None:
     """Refuses an eps that is no finite number >= 0."""
-    number(op, "eps", value)
+    number(op, name, value)
     if not 0.0 <= value < float("inf"):
-        raise ValueError(f"{op}: eps must be a finite number >= 0, got {value}")
+        raise ValueError(f"{op}: {name} must be a finite number >= 0, got {value}")
 
 
 def probability(op: str, name: str, value: float) -> None:

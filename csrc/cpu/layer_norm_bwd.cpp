@@ -21,6 +21,7 @@ struct LayerNormBwd {
   ParameterGradient dweight, dbias;
   void* sums;  // (blocks, 2, N) in the compute type, what each block adds up for them
   int64_t rows, n, block, blocks;
+  double eps_outside;
   bool unbiased;
   bool past_caches;  // how the sum's gradient is stored: dresidual, or dx which serves for both
   Dropout dropout;
@@ -66,7 +67,9 @@ void rows(const LayerNormBwd& args, int64_t block, compute_t<T>* scratch) {
       store(g + i, d);
       return std::array<V, 2>{d * x, d};
     });
-    const C along = static_cast<C>(dot / static_cast<double>(args.unbiased ? n - 1 : n));
+    const double degrees = static_cast<double>(args.unbiased ? n - 1 : n);
+    const double share = 1.0 - args.eps_outside * rstd;  // of the root in 1 / rstd
+    const C along = share > 0.0 ? static_cast<C>(dot / (degrees * share)) : C(0);
     const C offset = args.mean ? static_cast<C>(sum / static_cast<double>(n)) : C(0);
     T* dx = static_cast<T*>(args.dx) + m * n;
     T* out = args.dresidual ? static_cast<T*>(args.dresidual) + m * n : dx;
@@ -148,9 +151,9 @@ namespace {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
     const at::Tensor& dy, const OptionalTensor& dz, const at::Tensor& z, const at::Tensor& mean,
-    const at::Tensor& rstd, const OptionalTensor& weight, const OptionalTensor& bias, bool rms,
-    bool unbiased, double dropout_p, const OptionalTensor& seed, const OptionalTensor& dropout_rows,
-    bool need_weight, bool need_bias) {
+    const at::Tensor& rstd, const OptionalTensor& weight, const OptionalTensor& bias,
+    double eps_outside, bool rms, bool unbiased, double dropout_p, const OptionalTensor& seed,
+    const OptionalTensor& dropout_rows, bool need_weight, bool need_bias) {
   constexpr const char* kOp = "layer_norm_bwd_cpu";
   check_floating(z, kOp, "z");
   TORCH_CHECK(z.dim() >= 1 && z.size(-1) >= 1, kOp, ": z must have at least one feature");
@@ -199,6 +202,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd_cpu(
   args.n = n;
   args.blocks = blocks;
   args.block = (rows + blocks - 1) / blocks;
+  args.eps_outside = eps_outside;
   args.unbiased = unbiased;
   args.past_caches = goes_past_caches(dx);
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {

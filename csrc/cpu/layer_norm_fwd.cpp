@@ -18,7 +18,7 @@ struct LayerNormFwd {
   void *y, *z;        // (M, N) contiguous; z null without a residual, y where it is not kept
   void *mean, *rstd;  // (M) in the compute type; mean null for RMSNorm
   int64_t n;
-  double eps;
+  double eps, eps_outside;
   bool unbiased;
   bool past_caches;  // how y is stored
   Dropout dropout;
@@ -100,7 +100,8 @@ void rows(const LayerNormFwd& args, int64_t begin, int64_t end, compute_t<T>* sc
     }
     if (args.mean) static_cast<C*>(args.mean)[m] = mu;
     const double divisor = static_cast<double>(args.unbiased ? n - 1 : n);
-    const C rstd = static_cast<C>(1.0 / std::sqrt(squares / divisor + args.eps));
+    const double root = std::sqrt(squares / divisor + args.eps);
+    const C rstd = static_cast<C>(1.0 / (root + args.eps_outside));
     static_cast<C*>(args.rstd)[m] = rstd;
 
     T* y = static_cast<T*>(args.y) + m * n;
@@ -142,8 +143,9 @@ namespace {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
     const at::Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-    const OptionalTensor& bias, double eps, bool rms, bool unbiased, double dropout_p,
-    const OptionalTensor& seed, const OptionalTensor& dropout_rows, bool keep_sum) {
+    const OptionalTensor& bias, double eps, double eps_outside, bool rms, bool unbiased,
+    double dropout_p, const OptionalTensor& seed, const OptionalTensor& dropout_rows,
+    bool keep_sum) {
   constexpr const char* kOp = "layer_norm_fwd_cpu";
   check_floating(x, kOp, "x");
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) >= 1, kOp, ": x must have at least one feature");
@@ -177,6 +179,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd_cpu(
   args.rstd = rstd.mutable_data_ptr();
   args.n = n;
   args.eps = eps;
+  args.eps_outside = eps_outside;
   args.unbiased = unbiased;
   args.past_caches = args.z != args.y && goes_past_caches(y);
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / n), [&](int64_t begin, int64_t end) {

@@ -28,6 +28,7 @@ struct LayerNormBwd {
   int n, blocks;
   DType type;  // of z
   bool unbiased, aligned;
+  float eps_outside;
   Dropout dropout;
 };
 
@@ -136,7 +137,9 @@ __global__ void __launch_bounds__(max_threads, 1) layer_norm_bwd_kernel(const La
       along += sum_terms<packs, kEach>([&](int k, int i) { return g[k][i] * xhat[k][i]; });
       sum += sum_terms<packs, kEach>([&](int k, int i) { return g[k][i]; });
     }
-    along = group.sum(along) / divisor;
+    const float share = 1.0f - args.eps_outside * rstd;  // of the root in 1 / rstd
+    along = group.sum(along);
+    along = share > 0.0f ? along / (divisor * share) : 0.0f;
     sum = args.mean ? group.sum(sum) / static_cast<float>(args.n) : 0.0f;
 
     for (int start = 0; start < end; start += packs * distance) {
@@ -208,9 +211,9 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
     const Tensor& dy, const OptionalTensor& dz, const Tensor& z, const Tensor& mean,
-    const Tensor& rstd, const OptionalTensor& weight, const OptionalTensor& bias, bool rms,
-    bool unbiased, double dropout_p, const OptionalTensor& seed, const OptionalTensor& dropout_rows,
-    bool need_weight, bool need_bias) {
+    const Tensor& rstd, const OptionalTensor& weight, const OptionalTensor& bias,
+    double eps_outside, bool rms, bool unbiased, double dropout_p, const OptionalTensor& seed,
+    const OptionalTensor& dropout_rows, bool need_weight, bool need_bias) {
   constexpr const char* kOp = "layer_norm_bwd_cuda";
   const int n = check_features(z, layer_norm::kMaxFeatures, kOp, "z");
   const int64_t rows = z.numel() / n;
@@ -268,6 +271,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
   args.n = n;
   args.type = type;
   args.unbiased = unbiased;
+  args.eps_outside = static_cast<float>(eps_outside);
   args.aligned = aligned(n, type, {dy2.rows, dz2.rows, z2.rows, w.rows});
   args.dropout = rule.dropout;
   check_launch(launch(args, device.stream), kOp);

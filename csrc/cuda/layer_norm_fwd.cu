@@ -20,7 +20,7 @@ struct LayerNormFwd {
   int n;
   DType type;  // of z: the promoted type of x and residual
   bool unbiased, aligned;
-  float eps;
+  float eps, eps_outside;
   Dropout dropout;
 };
 
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(max_threads, blocks_each)
       if (!walks) fill(values, [&](int k, int i) { return values[k][i] + before - mean; });
     }
     const float divisor = static_cast<float>(args.unbiased ? args.n - 1 : args.n);
-    const float rstd = 1.0f / sqrtf(squares / divisor + args.eps);
+    const float rstd = 1.0f / (sqrtf(squares / divisor + args.eps) + args.eps_outside);
 
     for (int start = 0; start < end; start += packs * distance) {
       if (walks) load_again<T>(args, m, place(start), values);
@@ -184,8 +184,9 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd_cuda(
     const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-    const OptionalTensor& bias, double eps, bool rms, bool unbiased, double dropout_p,
-    const OptionalTensor& seed, const OptionalTensor& dropout_rows, bool keep_sum) {
+    const OptionalTensor& bias, double eps, double eps_outside, bool rms, bool unbiased,
+    double dropout_p, const OptionalTensor& seed, const OptionalTensor& dropout_rows,
+    bool keep_sum) {
   constexpr const char* kOp = "layer_norm_fwd_cuda";
   const int n = check_features(x, layer_norm::kMaxFeatures, kOp, "x");
   const int64_t rows = x.numel() / n;
@@ -221,6 +222,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd_cuda(
   args.unbiased = unbiased;
   args.aligned = aligned(n, type, {x2.rows, residual2.rows, w.rows, b.rows});
   args.eps = static_cast<float>(eps);
+  args.eps_outside = static_cast<float>(eps_outside);
   args.dropout = rule.dropout;
   check_launch(launch(args, device.stream), kOp);
   return {y, z, mean, rstd};

@@ -23,7 +23,15 @@ VARIANTS = tuple(
     for features, aligned in (("plain", True), ("full", True), ("full", False))
 )
 VARIANTS_90 = (("fp16", "full", True), ("bf16", "plain", False))
-SIZES = {"M": "i64", "N": "i32", "last_dropped": "i32", "divisor": "fp32", "scale": "fp32", "eps": "fp32"}
+SIZES = {
+    "M": "i64",
+    "N": "i32",
+    "last_dropped": "i32",
+    "divisor": "fp32",
+    "scale": "fp32",
+    "eps": "fp32",
+    "eps_outside": "fp32",
+}
 STATISTICS = {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "dweight_ptr": "*fp32", "dbias_ptr": "*fp32"}
 
 

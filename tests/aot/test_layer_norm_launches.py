@@ -48,9 +48,11 @@ def test_compilations_are_bounded(dtype, compilations):
         x, residual, dy, dz, z = (random_rows(rng, rows, width, dtype) for _ in range(5))
         weight = torch.empty(width + 1, dtype=dtype)[rng.randrange(2) :][:width]
         p, eps = rng.choice((0.1, 0.5, 0.9, 1.0)), rng.choice((1e-5, 1.0))
-        layer_norm_fwd.layer_norm_fwd(x, residual, weight, weight, eps, False, False, p, seed, None)
+        layer_norm_fwd.layer_norm_fwd(x, residual, weight, weight, eps, 1.0 - eps, False, False, p, seed, None)
         statistics = torch.empty(2, rows)
-        layer_norm_bwd.layer_norm_bwd(dy, dz, z, *statistics, weight, weight, False, True, p, seed, None, True, True)
+        layer_norm_bwd.layer_norm_bwd(
+            dy, dz, z, *statistics, weight, weight, 1.0 - eps, False, True, p, seed, None, True, True
+        )
     counts = {name: len(keys) for name, keys in compilations.items()}
     assert set(counts) == {
         "layer_norm_fwd_kernel", "layer_norm_fwd_walk_kernel", "layer_norm_bwd_kernel", "layer_norm_bwd_walk_kernel",

@@ -39,7 +39,7 @@ def norm(op):
 
 def norm_gradients(x, weight):
     row = x.new_empty(x.shape[0], dtype=torch.float32)
-    tail = (False, False, 0.1, seed(), None, True, False)
+    tail = (0.0, False, False, 0.1, seed(), None, True, False)
     return LAYER_NORM_BWD["triton"](x, None, x, row, row, weight, None, *tail)
 
 

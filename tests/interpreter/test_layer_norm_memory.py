@@ -32,8 +32,12 @@ def test_no_byte_outside(shape, block_n, dtype, monkeypatch):
     seed, numbers = fenced(SEED), fenced(torch.arange(rows) * 3)
 
     def run(backend):
-        y, z, mean, rstd = FWD[backend](x, residual, weight, bias, 1e-5, False, False, 0.4, seed, numbers)
-        return y, z, *BWD[backend](dy, dz, z, mean, rstd, weight, bias, False, False, 0.4, seed, numbers, True, True)
+        y, z, mean, rstd = FWD[backend](x, residual, weight, bias, 1e-5, 1e-3, False, False, 0.4, seed, numbers)
+        return (
+            y,
+            z,
+            *BWD[backend](dy, dz, z, mean, rstd, weight, bias, 1e-3, False, False, 0.4, seed, numbers, True, True),
+        )
 
     expected = run("cpu")
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: fenced(empty(*args, **kwargs)))
@@ -67,7 +71,7 @@ def test_arguments_with_far_rows(space):
     weight = randn(96, seed=4)
 
     def forward(x, residual):
-        return FWD["triton"](x, residual, weight, None, 1e-5, False, False, 0.4, SEED, None)
+        return FWD["triton"](x, residual, weight, None, 1e-5, 1e-3, False, False, 0.4, SEED, None)
 
     y, z, mean, rstd = forward(x, residual)
     for a, b in zip(forward(apart(space, x), residual), (y, z, mean, rstd), strict=True):
@@ -76,7 +80,7 @@ def test_arguments_with_far_rows(space):
         assert torch.equal(a, b)
 
     def backward(dy, dz, z):
-        return BWD["triton"](dy, dz, z, mean, rstd, weight, None, False, False, 0.4, SEED, None, True, True)
+        return BWD["triton"](dy, dz, z, mean, rstd, weight, None, 1e-3, False, False, 0.4, SEED, None, True, True)
 
     expected = backward(dy, dz, z)
     for name in range(3):
@@ -93,9 +97,15 @@ def test_results_with_far_rows(spaces, width, walked, monkeypatch):
     assert (rows - 1) * width >= 2**31
     x, residual, weight = (randn(1, width, dtype=torch.float16, seed=seed) for seed in range(3))
     common = {"M": rows, "N": width, "scale": 2.0, "last_dropped": 0, "divisor": float(width), "seed_ptr": SEED}
-    common |= {"BLOCK_M": 1, "BLOCK_N": 8192 if walked else width, "ALIGNED": True, "weight_ptr": weight[0]}
+    common |= {
+        "eps_outside": 1e-3,
+        "BLOCK_M": 1,
+        "BLOCK_N": 8192 if walked else width,
+        "ALIGNED": True,
+        "weight_ptr": weight[0],
+    }
     numbers = torch.tensor([rows - 1])
-    y, z, _, rstd = FWD["cpu"](x, residual, weight[0], None, 1e-5, True, False, 0.5, SEED, numbers)
+    y, z, _, rstd = FWD["cpu"](x, residual, weight[0], None, 1e-5, 1e-3, True, False, 0.5, SEED, numbers)
     found_rstd = torch.zeros(rows)
     run_program(
         monkeypatch,
@@ -109,7 +119,7 @@ def test_results_with_far_rows(spaces, width, walked, monkeypatch):
     assert torch.equal(spaces[1][last], z[0])
 
     dx, dresidual, _, _ = BWD["cpu"](
-        x, None, z, rstd[:0], rstd, weight[0], None, True, False, 0.5, SEED, numbers, False, False
+        x, None, z, rstd[:0], rstd, weight[0], None, 1e-3, True, False, 0.5, SEED, numbers, False, False
     )
     run_program(
         monkeypatch,
@@ -130,7 +140,7 @@ def test_numbers_of_far_rows(monkeypatch):
     scale, last_dropped = _launch.check_dropout("layer_norm", 0.4, SEED)
     x, residual, dy = (randn(1, width, dtype=torch.float16, seed=seed) for seed in range(3))
     common = {"N": width, "scale": scale, "last_dropped": last_dropped, "divisor": float(width), "seed_ptr": SEED}
-    common |= {"BLOCK_M": block, "BLOCK_N": width, "ALIGNED": True}
+    common |= {"BLOCK_M": block, "BLOCK_N": width, "ALIGNED": True, "eps_outside": 1e-3}
 
     def last_rows(rows):
         """What the last ``block`` of ``rows`` rows get: all of them see the same x, residual and dy."""

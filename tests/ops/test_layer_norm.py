@@ -6,7 +6,11 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
 import tfm_kernels as tfk
-from tests.layer_norm_semantics import assert_constant_row_gives_the_bias, assert_sum_need_not_be_kept
+from tests.layer_norm_semantics import (
+    assert_constant_row_gives_the_bias,
+    assert_eps_outside_of_the_root,
+    assert_sum_need_not_be_kept,
+)
 from tests.threads import on_threads
 from tfm_kernels import dropout
 from tfm_kernels.ops.layer_norm import BWD, FWD, layer_norm_of_sum
@@ -187,6 +191,12 @@ def test_any_constant_row_gives_the_bias(dtype, width):
     assert_constant_row_gives_the_bias("cpu", dtype, width)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("width", [7, 16, 100, 768, 1031])
+def test_eps_outside_of_the_root(backend, width):
+    assert_eps_outside_of_the_root(backend, width)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_with_inf_is_nan_and_the_others_are_not_touched(backend):
     x = randn(3, 16)
@@ -306,7 +316,7 @@ def test_gradcheck_through_the_registered_operator():
         randn(3, 5, dtype=torch.float64).requires_grad_(),
         randn(5, dtype=torch.float64, seed=1).requires_grad_(),
     )
-    call = lambda x, w: FWD["cpu"](x, None, w, None, 1e-5, False, False, 0.0, None, None)[0]
+    call = lambda x, w: FWD["cpu"](x, None, w, None, 1e-5, 0.0, False, False, 0.0, None, None)[0]
     assert gradcheck(call, (x, weight), nondet_tol=0)
 
 
@@ -328,11 +338,36 @@ def test_double_backward():
 @pytest.mark.parametrize("residual", [True, False])
 def test_opcheck(dtype, residual):
     x, weight = randn(3, 8, dtype=dtype).requires_grad_(), randn(8, dtype=dtype, seed=1).requires_grad_()
-    args = (x, x.detach() if residual else None, weight, None, 1e-5, not residual, False, 0.3 * residual, SEED, None)
+    args = (
+        x,
+        x.detach() if residual else None,
+        weight,
+        None,
+        1e-5,
+        1e-3,
+        not residual,
+        False,
+        0.3 * residual,
+        SEED,
+        None,
+    )
     torch.library.opcheck(FWD["cpu"], args)
     y, z, mean, rstd = FWD["cpu"](*args)
     parameters = weight.detach(), weight.detach() if residual else None
-    args = (y.detach(), None, x.detach(), mean, rstd, *parameters, not residual, False, 0.3 * residual, SEED, None)
+    args = (
+        y.detach(),
+        None,
+        x.detach(),
+        mean,
+        rstd,
+        *parameters,
+        1e-3,
+        not residual,
+        False,
+        0.3 * residual,
+        SEED,
+        None,
+    )
     torch.library.opcheck(BWD["cpu"], (*args, True, residual))
 
 
@@ -478,18 +513,20 @@ def test_refuses(index):
 
 
 DIRECT = [
-    lambda: FWD["cpu"](X, X[:2], None, None, 1e-5, False, False, 0.0, None, None),
-    lambda: FWD["cpu"](X, None, torch.ones(3), None, 1e-5, False, False, 0.0, None, None),
-    lambda: FWD["cpu"](X.long(), None, None, None, 1e-5, False, False, 0.0, None, None),
-    lambda: FWD["cpu"](X, X, None, None, 1e-5, False, False, 0.5, None, None),
-    lambda: FWD["cpu"](X, X, None, None, 1e-5, False, False, 1.5, SEED, None),
-    lambda: FWD["cpu"](X, X, None, None, 1e-5, False, False, 0.5, SEED, torch.arange(2)),
-    lambda: FWD["cpu"](torch.ones(()), None, None, None, 1e-5, False, False, 0.0, None, None),
-    lambda: BWD["cpu"](X, None, X, X[0], X[0], None, None, False, False, 0.0, None, None, True, True),
-    lambda: BWD["cpu"](X[:2], None, X, X[:, 0], X[:, 0], None, None, False, False, 0.0, None, None, True, True),
-    lambda: BWD["cpu"](X, None, X, X[:, 0], X[:, 0], X[0], X[0, :2], False, False, 0.0, None, None, True, True),
-    lambda: BWD["cpu"](X, None, X, X[:, 0], X[:, 0], X[0].long(), None, False, False, 0.0, None, None, True, True),
-    lambda: BWD["cpu"](X, None, X, X[:, 0].double(), X[:, 0], None, None, False, False, 0.0, None, None, True, True),
+    lambda: FWD["cpu"](X, X[:2], None, None, 1e-5, 0.0, False, False, 0.0, None, None),
+    lambda: FWD["cpu"](X, None, torch.ones(3), None, 1e-5, 0.0, False, False, 0.0, None, None),
+    lambda: FWD["cpu"](X.long(), None, None, None, 1e-5, 0.0, False, False, 0.0, None, None),
+    lambda: FWD["cpu"](X, X, None, None, 1e-5, 0.0, False, False, 0.5, None, None),
+    lambda: FWD["cpu"](X, X, None, None, 1e-5, 0.0, False, False, 1.5, SEED, None),
+    lambda: FWD["cpu"](X, X, None, None, 1e-5, 0.0, False, False, 0.5, SEED, torch.arange(2)),
+    lambda: FWD["cpu"](torch.ones(()), None, None, None, 1e-5, 0.0, False, False, 0.0, None, None),
+    lambda: BWD["cpu"](X, None, X, X[0], X[0], None, None, 0.0, False, False, 0.0, None, None, True, True),
+    lambda: BWD["cpu"](X[:2], None, X, X[:, 0], X[:, 0], None, None, 0.0, False, False, 0.0, None, None, True, True),
+    lambda: BWD["cpu"](X, None, X, X[:, 0], X[:, 0], X[0], X[0, :2], 0.0, False, False, 0.0, None, None, True, True),
+    lambda: BWD["cpu"](X, None, X, X[:, 0], X[:, 0], X[0].long(), None, 0.0, False, False, 0.0, None, None, True, True),
+    lambda: BWD["cpu"](
+        X, None, X, X[:, 0].double(), X[:, 0], None, None, 0.0, False, False, 0.0, None, None, True, True
+    ),
 ]
 
 

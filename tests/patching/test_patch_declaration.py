@@ -192,6 +192,86 @@ class StdNorm(LayerNorm):
         return self.gamma * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.beta
 
 
+class RMSNorm(nn.Module):
+    """As hand-written Llamas have it: in float32, and rounded to the input's dtype before the weight."""
+
+    def __init__(self, width, eps=1e-6):
+        super().__init__()
+        self.scale, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x):
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x) * self.scale
+
+
+class RootNorm(RMSNorm):
+    """As the paper's own code has it: over the root of the mean square, and eps."""
+
+    def forward(self, x):
+        return self.scale * x / (x.norm(dim=-1, keepdim=True) * x.shape[-1] ** -0.5 + self.eps)
+
+
+class OneMoreNorm(RMSNorm):
+    def forward(self, x):
+        return super().forward(x) / self.scale * (1 + self.scale)
+
+
+class AddAndNorm(nn.Module):
+    """A residual of the post-norm kind around any norm."""
+
+    def __init__(self, norm, dropout=0.0):
+        super().__init__()
+        self.norm, self.dropout = norm, nn.Dropout(dropout)
+
+    def forward(self, x, sublayer):
+        return self.norm(x + self.dropout(sublayer(x)))
+
+
+def declare_norms():
+    """Every kind of norm there is a declaration for."""
+    outside = {"eps": 0.0, "eps_outside": "eps"}
+    tfk.patching.declare_layer_norm(StdNorm, weight="gamma", bias="beta", unbiased=True, **outside)
+    tfk.patching.declare_rms_norm(RMSNorm, weight="scale")
+    tfk.patching.declare_rms_norm(RootNorm, weight="scale", **outside)
+    tfk.patching.declare_residual(AddAndNorm, norm="norm", dropout="dropout")
+
+
+NORMS = {
+    "std": lambda: StdNorm(16, 1e-6), "large eps": lambda: StdNorm(16, 0.5), "rms": lambda: RMSNorm(16),
+    "root": lambda: RootNorm(16), "torch": lambda: nn.RMSNorm(16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_alone_and_behind_a_sum(recipes, name):
+    declare_norms()
+    torch.manual_seed(0)
+    norm, linear = NORMS[name](), nn.Linear(16, 16)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, 1.0)
+    x = torch.randn(3, 7, 16, dtype=torch.float64)
+    x[0, 0], x[0, 1] = x[0, 0] * 1e-6, 2.0
+    model = nn.ModuleList([norm, AddAndNorm(norm), linear])
+    run = lambda m: m[1](m[0](x.to(m[2].weight)), m[2])
+    with tfk.patch(model) as patched:
+        replaced = {entry.name for entry in patched.replaced}
+        assert {"0", "1"} <= replaced, replaced
+    assert_same_results(model, run)
+
+
+@pytest.mark.parametrize("name", [name for name in NORMS if name != "torch"])
+def test_a_norm_of_another_dtype_than_its_parameters_gives_that_of_its_forward(recipes, name):
+    """Which promotes, or does not: under autocast and in models that keep their norms in float32."""
+    declare_norms()
+    wrapper = AddAndNorm(NORMS[name]()).eval()
+    x, same = torch.randn(2, 16, dtype=torch.bfloat16), lambda x: x
+    expected = wrapper.norm(x), wrapper(x, same)
+    with tfk.patch(wrapper):
+        found = wrapper.norm(x), wrapper(x, same)
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+
+
 class PreNorm(SublayerConnection):
     def forward(self, x, sublayer):
         return x + self.dropout(sublayer(self.norm(x)))
@@ -205,6 +285,12 @@ class Gelu(FeedForward):
 OTHER_NUMBERS = {
     "activation": (lambda p: p.declare_feed_forward(Gelu, first="fc1", second="fc2", dropout="dropout"), Gelu),
     "eps outside": (lambda p: p.declare_layer_norm(StdNorm, weight="gamma", bias="beta", unbiased=True), StdNorm),
+    "eps inside": (
+        lambda p: p.declare_layer_norm(Norm, weight="gamma", bias="beta", eps=0.0, eps_outside="eps", unbiased=True),
+        Norm,
+    ),
+    "one more": (lambda p: p.declare_rms_norm(OneMoreNorm, weight="scale"), OneMoreNorm),
+    "no root": (lambda p: p.declare_rms_norm(RootNorm, weight="scale"), RootNorm),
     "biased": (lambda p: p.declare_layer_norm(Norm, weight="gamma", bias="beta"), Norm),
     "pre-norm": (lambda p: p.declare_residual(PreNorm, norm="norm", dropout="dropout"), PreNorm),
 }

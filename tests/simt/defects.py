@@ -94,6 +94,8 @@ DEFECTS = {
     ),
     "mean_of_equal_numbers_is_another": defect(FWD_FILE, "mean += off;", "mean += 0.0f * off;"),
     "biased_where_unbiased_is_asked": defect(FWD_FILE, "args.unbiased ? args.n - 1 : args.n", "args.n"),
+    "eps_outside_left_out": defect(FWD_FILE, "divisor + args.eps) + args.eps_outside", "divisor + args.eps)"),
+    "eps_outside_without_its_gradient": defect(BWD_FILE, "(divisor * share)", "divisor"),
     "z_not_rounded": defect(FWD_FILE, "static_cast<float>(static_cast<T>(values[k][i] + r))", "values[k][i] + r"),
     "bias_before_weight": Defect(
         FWD_FILE, (("values[k][i] *= w;", "values[k][i] += w;"), ("values[k][i] += b;", "values[k][i] *= b;"))
@@ -121,6 +123,7 @@ def randn(*shape, dtype=torch.float32, seed=0, mean=0.0):
 def _call(op, rows, width, dtype, mean=0.0):
     """Everything there is, between protected pages."""
     inputs = {"x": randn(rows, width, dtype=dtype, mean=mean), "weight": randn(width, seed=1), "eps": 1e-5}
+    inputs["eps_outside"] = 0.1 if width % 2 else 0.0
     if op.endswith("layer_norm"):
         inputs |= {"bias": randn(width, dtype=dtype, seed=2), "unbiased": True}
     if op.startswith("add"):
@@ -153,9 +156,9 @@ def _far_rows():
     far = 2**31 + 4096
     x, weight = randn(2, 96, dtype=torch.float16), randn(96, seed=1)
     apart = huge(far + 2**17, torch.float16).as_strided((2, 96), (far, 1)).copy_(x)
-    options = (None, weight, None, 1e-5, True, False, 0.0, None, None)
+    options = (None, weight, None, 1e-5, 1e-3, True, False, 0.0, None, None)
     y, _, mean, rstd = FWD["cuda"](x, *options)
     assert torch.equal(FWD["cuda"](apart, *options)[0], y), "far rows"
-    options = (mean, rstd, weight, None, True, False, 0.0, None, None, True, False)
+    options = (mean, rstd, weight, None, 1e-3, True, False, 0.0, None, None, True, False)
     expected = BWD["cuda"](x, None, x, *options)[0]
     assert torch.equal(BWD["cuda"](apart, None, apart, *options)[0], expected), "far rows"

@@ -1,15 +1,17 @@
 """layer_norm: LayerNorm and RMSNorm over the last dimension, alone or fused with dropout and the residual sum.
 
     z    = residual + dropout(x), or x without a residual                                    (LN.1)
-    mu   = mean(z), 0 for RMSNorm;   rstd = 1 / sqrt(sum((z - mu)^2) / (N or N - 1) + eps)    (LN.2)
+    mu   = mean(z), 0 for RMSNorm
+    rstd = 1 / (sqrt(sum((z - mu)^2) / (N or N - 1) + eps) + eps_outside)                    (LN.2)
     xhat = (z - mu) * rstd;          y = xhat * weight + bias                                 (LN.3)
-    g    = dy * weight
-    dz'  = rstd * (g - mean(g) - xhat * sum(g * xhat) / (N or N - 1)) + dz                     (LN.4)
+    g    = dy * weight;              a = 1 / (1 - eps_outside * rstd), but 0 where the root is 0
+    dz'  = rstd * (g - mean(g) - a * xhat * sum(g * xhat) / (N or N - 1)) + dz                 (LN.4)
     dweight = sum over rows of dy * xhat;   dbias = sum over rows of dy                       (LN.5)
     dresidual = dz';   dx = dropout'(dz')                                                     (LN.6)
 
-RMSNorm has mu = 0, no mean(g) and no bias. Statistics and sums are float32 (float64 for float64); dweight and dbias are
-rounded once, to the types of weight and bias.
+RMSNorm has mu = 0, no mean(g) and no bias. torch.nn's norms have no eps_outside, so that a is 1; norms that divide by
+(std + eps), as that of The Annotated Transformer, have that one alone. Statistics and sums are float32 (float64 for
+float64); dweight and dbias are rounded once, to the types of weight and bias.
 Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; Zhang, Sennrich 2019, arXiv:1910.07467.
 """
 
@@ -30,7 +32,7 @@ from .layer_norm_call import Call, bucket, describe, prefer
 COMPILED = ("cpu", "triton", "cuda")
 
 
-def _fwd_fake(x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dropout_rows, keep_sum=True):
+def _fwd_fake(x, residual, weight, bias, eps, eps_outside, rms, unbiased, dropout_p, seed, dropout_rows, keep_sum=True):
     z_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     statistics = torch.float64 if z_dtype == torch.float64 else torch.float32
     rows = math.prod(x.shape[:-1])  # Size.numel() would make a symbolic length a constant
@@ -40,7 +42,7 @@ def _fwd_fake(x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dr
     return y, z, mean, x.new_empty((rows,), dtype=statistics)
 
 
-def _bwd_fake(dy, dz, z, mean, rstd, weight, bias, rms, unbiased, dropout_p, seed, dropout_rows, *needs):
+def _bwd_fake(dy, dz, z, mean, rstd, weight, bias, eps_outside, rms, unbiased, dropout_p, seed, dropout_rows, *needs):
     dresidual = z.new_empty(z.shape if dropout_p > 0.0 else (0,))  # without dropout dx serves for both
     dweight, dbias = (  # of the parameter's dtype, which is all that bias is taken for
         (rstd if parameter is None else parameter).new_empty((z.shape[-1] if need else 0,))
@@ -51,16 +53,17 @@ def _bwd_fake(dy, dz, z, mean, rstd, weight, bias, rms, unbiased, dropout_p, see
 
 FWD = _library.declare(
     "layer_norm_fwd",
-    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool unbiased, float dropout_p, "
-    "Tensor? seed, Tensor? dropout_rows, bool keep_sum=True) -> (Tensor y, Tensor z, Tensor mean, Tensor rstd)",
+    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float eps_outside, bool rms, bool unbiased, "
+    "float dropout_p, Tensor? seed, Tensor? dropout_rows, bool keep_sum=True) "
+    "-> (Tensor y, Tensor z, Tensor mean, Tensor rstd)",
     _fwd_fake,
     COMPILED,
 )
 BWD = _library.declare(
     "layer_norm_bwd",
-    "(Tensor dy, Tensor? dz, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool rms, "
-    "bool unbiased, float dropout_p, Tensor? seed, Tensor? dropout_rows, bool need_weight, bool need_bias) "
-    "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+    "(Tensor dy, Tensor? dz, Tensor z, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
+    "float eps_outside, bool rms, bool unbiased, float dropout_p, Tensor? seed, Tensor? dropout_rows, "
+    "bool need_weight, bool need_bias) -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
     _bwd_fake,
     COMPILED,
 )
@@ -71,6 +74,8 @@ _apply = _autograd.differentiate(FWD, BWD, like="z", absent={"z": ("residual", "
 
 
 def _aten_support(call: Call) -> str | None:
+    if call.eps_outside:
+        return "PyTorch's norms have no eps outside of the root"
     return "PyTorch's layer_norm has no N - 1 variance" if call.unbiased else None
 
 
@@ -102,43 +107,50 @@ REMARKS = PROVEN
 _CHOICES = Choices()
 
 
-def _run(name: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, rms, keep_sum=True):
+def _run(
+    name: str, x, residual, weight, bias, eps, eps_outside, dropout_p, seed, dropout_rows, unbiased, rms, keep_sum=True
+):
     """The way of one call once its backend is chosen: one of three doors. Returns (y, z), z only where it is kept."""
     if name in COMPILED:
         dropout_rows = None if dropout_rows is None else dropout_rows.contiguous()
         y, z, _, _ = _apply(
-            name, x, residual, weight, bias, eps, rms, unbiased, dropout_p, seed, dropout_rows, keep_sum
+            name, x, residual, weight, bias, eps, eps_outside, rms, unbiased, dropout_p, seed, dropout_rows, keep_sum
         )
         return y, z
     module: Any = aten if name == "aten" else reference
     z = x if residual is None else module.add(x, residual, dropout_p, seed, dropout_rows)
     if name == "aten":
         return aten.norm(z, weight, bias, eps, rms=rms), z
-    return reference.norm(z, weight, bias, eps, rms=rms, unbiased=unbiased), z
+    return reference.norm(z, weight, bias, eps, eps_outside, rms=rms, unbiased=unbiased), z
 
 
-def _describe_layer_norm(x, weight=None, bias=None, eps=1e-5, *, unbiased=False):
-    return describe("layer_norm", x, None, weight, bias, eps, 0.0, None, None, unbiased, False)
+def _describe_layer_norm(x, weight=None, bias=None, eps=1e-5, *, eps_outside=0.0, unbiased=False):
+    return describe("layer_norm", x, None, weight, bias, eps, eps_outside, 0.0, None, None, unbiased, False)
 
 
 def _describe_add_layer_norm(
-    x, residual, weight=None, bias=None, eps=1e-5, *, dropout_p=0.0, seed=None, dropout_rows=None, unbiased=False
+    x, residual, weight=None, bias=None, eps=1e-5, *,
+    eps_outside=0.0, dropout_p=0.0, seed=None, dropout_rows=None, unbiased=False,
+):  # fmt: skip
+    op = "add_layer_norm"
+    _check.tensor(op, "residual", residual)
+    _check.probability(op, "dropout_p", dropout_p)
+    return describe(op, x, residual, weight, bias, eps, eps_outside, dropout_p, seed, dropout_rows, unbiased, False)
+
+
+def _describe_rms_norm(x, weight=None, eps=None, *, eps_outside=0.0):
+    eps = _DEFAULT_EPS if eps is None else eps
+    return describe("rms_norm", x, None, weight, None, eps, eps_outside, 0.0, None, None, False, True)
+
+
+def _describe_add_rms_norm(
+    x, residual, weight=None, eps=None, *, eps_outside=0.0, dropout_p=0.0, seed=None, dropout_rows=None
 ):
-    _check.tensor("add_layer_norm", "residual", residual)
-    _check.probability("add_layer_norm", "dropout_p", dropout_p)
-    return describe("add_layer_norm", x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, False)
-
-
-def _describe_rms_norm(x, weight=None, eps=None):
+    op = "add_rms_norm"
+    _check.tensor(op, "residual", residual)
+    _check.probability(op, "dropout_p", dropout_p)
     eps = _DEFAULT_EPS if eps is None else eps
-    return describe("rms_norm", x, None, weight, None, eps, 0.0, None, None, False, True)
-
-
-def _describe_add_rms_norm(x, residual, weight=None, eps=None, *, dropout_p=0.0, seed=None, dropout_rows=None):
-    _check.tensor("add_rms_norm", "residual", residual)
-    _check.probability("add_rms_norm", "dropout_p", dropout_p)
-    eps = _DEFAULT_EPS if eps is None else eps
-    return describe("add_rms_norm", x, residual, weight, None, eps, dropout_p, seed, dropout_rows, False, True)
+    return describe(op, x, residual, weight, None, eps, eps_outside, dropout_p, seed, dropout_rows, False, True)
 
 
 _DEFAULT_EPS = torch.finfo(torch.float32).eps  # of rms_norm, for all but float64
@@ -179,18 +191,20 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    eps_outside: float = 0.0,
     unbiased: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Normalise the last dimension of ``x`` to zero mean and unit variance, then scale and shift.
 
-    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias                       (LN.2, LN.3)
+    y = (x - mean(x)) / (sqrt(var(x) + eps) + eps_outside) * weight + bias       (LN.2, LN.3)
 
     Args:
         x: (..., N), float16 | bfloat16 | float32 | float64. Any strides; copied if N is strided.
         weight: (N,), dtype of ``x`` or float32, or None for no scale.
         bias: (N,) as ``weight``, or None for no shift.
         eps: added to the variance, inside the square root; same unit as x**2; >= 0.
+        eps_outside: added to the root; same unit as x; >= 0. Norms that divide by (std + eps) have eps 0 and this one.
         unbiased: divide the sum of squares by N - 1 instead of N; needs N >= 2.
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
 
@@ -204,7 +218,7 @@ def layer_norm(
 
     Numerics: two-pass statistics in float32 (float64 for float64); one rounding, at the store. Deterministic.
         Differentiable once in x, weight, bias (twice on reference and aten). A constant row gives the bias; a row with
-        an inf gives NaN in that row only.
+        an inf gives NaN in that row only. Where the root is 0, its gradient is 0, as that of torch.std.
     Cost: moves 2*M*N*itemsize bytes forward, 3*M*N*itemsize backward; M = product of the leading dimensions.
     Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450, eq. 3-4.
 
@@ -212,14 +226,14 @@ def layer_norm(
         >>> layer_norm(torch.randn(2, 5, 8), torch.ones(8)).shape
         torch.Size([2, 5, 8])
     """
-    key = _library.signature("layer_norm", backend, x, weight, bias, eps, unbiased)
+    key = _library.signature("layer_norm", backend, x, weight, bias, eps, eps_outside, unbiased)
     name = _CHOICES.get(key)
     if name is None:
-        call = _describe_layer_norm(x, weight, bias, eps, unbiased=unbiased)
+        call = _describe_layer_norm(x, weight, bias, eps, eps_outside=eps_outside, unbiased=unbiased)
         name = _CHOICES.keep(key, select(_LAYER_NORM, call, backend))
     if name == "aten":  # the door of small calls
         return aten.norm(x, weight, bias, eps)
-    return _run(name, x, None, weight, bias, eps, 0.0, None, None, unbiased, False)[0]
+    return _run(name, x, None, weight, bias, eps, eps_outside, 0.0, None, None, unbiased, False)[0]
 
 
 def add_layer_norm(
@@ -229,6 +243,7 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    eps_outside: float = 0.0,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     dropout_rows: Tensor | None = None,
@@ -245,6 +260,7 @@ def add_layer_norm(
         weight: (N,), dtype of z or float32, or None.
         bias: (N,) as ``weight``, or None.
         eps: added to the variance, inside the square root; >= 0.
+        eps_outside: added to the root; as in ``layer_norm``.
         dropout_p: probability, in [0, 1], to drop an element of ``x``; kept ones are scaled by 1 / (1 - dropout_p).
         seed: () int64 on the call's device, or None to draw one from torch's generator.
         dropout_rows: (M,) int64 row numbers for the random rule, None for 0 .. M-1; packed execution passes the rows
@@ -267,7 +283,7 @@ def add_layer_norm(
         >>> y, z = add_layer_norm(torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), dropout_p=0.1)
     """
     return _add_layer_norm(
-        x, residual, weight, bias, eps, True,
+        x, residual, weight, bias, eps, True, eps_outside=eps_outside,
         dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows, unbiased=unbiased, backend=backend,
     )  # fmt: skip
 
@@ -290,35 +306,45 @@ def layer_norm_of_sum(
 
 def _add_layer_norm(
     x, residual, weight, bias, eps, keep_sum, *,
-    dropout_p=0.0, seed=None, dropout_rows=None, unbiased=False, backend=None,
+    eps_outside=0.0, dropout_p=0.0, seed=None, dropout_rows=None, unbiased=False, backend=None,
 ):  # fmt: skip
     key = None
     if residual is not None and dropout_rows is None:
-        key = _library.signature("add_layer_norm", backend, x, residual, weight, bias, eps, dropout_p, unbiased)
+        key = _library.signature(
+            "add_layer_norm", backend, x, residual, weight, bias, eps, eps_outside, dropout_p, unbiased
+        )
     name = _CHOICES.get(key)
     if name is None:
         call = _describe_add_layer_norm(
-            x, residual, weight, bias, eps,
+            x, residual, weight, bias, eps, eps_outside=eps_outside,
             dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows, unbiased=unbiased,
         )  # fmt: skip
         name = _CHOICES.keep(key, select(_ADD_LAYER_NORM, call, backend))
     if seed is not None or dropout_p > 0.0:
         seed = _check.seed("add_layer_norm", dropout_p, seed, x.device)
-    return _run(name, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, False, keep_sum)
+    return _run(
+        name, x, residual, weight, bias, eps, eps_outside, dropout_p, seed, dropout_rows, unbiased, False, keep_sum
+    )
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float | None = None, *, backend: str | None = None
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    eps_outside: float = 0.0,
+    backend: str | None = None,
 ) -> Tensor:
     """Divide the last dimension of ``x`` by its root mean square, then scale.
 
-    y = x / sqrt(mean(x**2) + eps) * weight                                      (LN.2, LN.3 with mu = 0)
+    y = x / (sqrt(mean(x**2) + eps) + eps_outside) * weight                      (LN.2, LN.3 with mu = 0)
 
     Args:
         x: (..., N), float16 | bfloat16 | float32 | float64. Any strides.
         weight: (N,), dtype of ``x`` or float32, or None.
         eps: added to the mean square, inside the root; None is the machine epsilon of float32
             (float64 for float64), as in torch.
+        eps_outside: added to the root; as in ``layer_norm``.
         backend: as in ``layer_norm``.
 
     Returns:
@@ -334,14 +360,14 @@ def rms_norm(
         >>> rms_norm(torch.randn(2, 5, 8), torch.ones(8)).shape
         torch.Size([2, 5, 8])
     """
-    key = _library.signature("rms_norm", backend, x, weight, eps)
+    key = _library.signature("rms_norm", backend, x, weight, eps, eps_outside)
     name = _CHOICES.get(key)
     if name is None:
-        call = _describe_rms_norm(x, weight, eps)
+        call = _describe_rms_norm(x, weight, eps, eps_outside=eps_outside)
         name = _CHOICES.keep(key, select(_RMS_NORM, call, backend))
     if eps is None:
         eps = _rms_eps(x)
-    return _run(name, x, None, weight, None, eps, 0.0, None, None, False, True)[0]
+    return _run(name, x, None, weight, None, eps, eps_outside, 0.0, None, None, False, True)[0]
 
 
 def add_rms_norm(
@@ -350,6 +376,7 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
+    eps_outside: float = 0.0,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     dropout_rows: Tensor | None = None,
@@ -357,13 +384,15 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """The residual sum and the RMSNorm that follows it: ``add_layer_norm`` without mean and bias.
 
-    z = residual + dropout(x);   y = z / sqrt(mean(z**2) + eps) * weight         (LN.1 to LN.3 with mu = 0)
+    z = residual + dropout(x)                                                    (LN.1)
+    y = z / (sqrt(mean(z**2) + eps) + eps_outside) * weight                      (LN.2, LN.3 with mu = 0)
 
     Args:
         x: (..., N), as in ``add_layer_norm``.
         residual: as ``x``; its dtype may differ.
         weight: (N,), dtype of z or float32, or None.
         eps: as in ``rms_norm``, for the dtype of z.
+        eps_outside: added to the root; as in ``layer_norm``.
         dropout_p: as in ``add_layer_norm``.
         seed: as in ``add_layer_norm``.
         dropout_rows: as in ``add_layer_norm``.
@@ -383,15 +412,16 @@ def add_rms_norm(
     """
     key = None
     if residual is not None and dropout_rows is None:
-        key = _library.signature("add_rms_norm", backend, x, residual, weight, eps, dropout_p)
+        key = _library.signature("add_rms_norm", backend, x, residual, weight, eps, eps_outside, dropout_p)
     name = _CHOICES.get(key)
     if name is None:
         call = _describe_add_rms_norm(
-            x, residual, weight, eps, dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows
-        )
+            x, residual, weight, eps,
+            eps_outside=eps_outside, dropout_p=dropout_p, seed=seed, dropout_rows=dropout_rows,
+        )  # fmt: skip
         name = _CHOICES.keep(key, select(_ADD_RMS_NORM, call, backend))
     if eps is None:
         eps = _rms_eps(x, residual)
     if seed is not None or dropout_p > 0.0:
         seed = _check.seed("add_rms_norm", dropout_p, seed, x.device)
-    return _run(name, x, residual, weight, None, eps, dropout_p, seed, dropout_rows, False, True)
+    return _run(name, x, residual, weight, None, eps, eps_outside, dropout_p, seed, dropout_rows, False, True)

@@ -43,6 +43,7 @@ class Call:
     rms: bool
     residual: bool
     unbiased: bool
+    eps_outside: bool
     dropout_p: float
     training: bool
 
@@ -77,11 +78,13 @@ def bucket(call: Call) -> tuple[str, str]:
     """The device, and what a measured time depends on."""
     return call.device, _measured.bucket(
         call.dtype, rows=_measured.rounded(call.rows), features=call.features, mixed=call.mixed,
-        unbiased=call.unbiased, dropout=call.dropout_p > 0.0, training=call.training,
+        unbiased=call.unbiased, eps_outside=call.eps_outside, dropout=call.dropout_p > 0.0, training=call.training,
     )  # fmt: skip
 
 
-def describe(op: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_rows, unbiased, rms) -> Call:
+def describe(
+    op: str, x, residual, weight, bias, eps, eps_outside, dropout_p, seed, dropout_rows, unbiased, rms
+) -> Call:
     """Checks the arguments that the four functions share."""
     _check.tensor(op, "x", x)
     for name, value in (("residual", residual), ("weight", weight), ("bias", bias)):
@@ -91,6 +94,7 @@ def describe(op: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_r
     _check.dense(op, x=x, residual=residual, weight=weight, bias=bias)
     _check.same_device(op, x=x, residual=residual, weight=weight, bias=bias, dropout_rows=dropout_rows)
     _check.eps(op, eps)
+    _check.eps(op, eps_outside, "eps_outside")
     if not isinstance(unbiased, bool):
         raise TypeError(f"{op}: unbiased must be a bool, got {type(unbiased).__name__}")
     least = 2 if unbiased else 1
@@ -110,5 +114,6 @@ def describe(op: str, x, residual, weight, bias, eps, dropout_p, seed, dropout_r
     mixed = any(p is not None and p.dtype != dtype for p in (weight, bias))
     training = _check.records_graph(x, residual, weight, bias)
     return Call(
-        x.device.type, dtype, rows, x.shape[-1], mixed, rms, residual is not None, unbiased, dropout_p, training
-    )
+        x.device.type, dtype, rows, x.shape[-1], mixed, rms, residual is not None, unbiased, eps_outside > 0.0,
+        dropout_p, training,
+    )  # fmt: skip

@@ -9,38 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
 from ..nn.ffn import ACTIVATIONS
 from . import guard
+from .declared_norm import DeclaredNorm
 
 _WIDE = (torch.float32, torch.float64)
 
 
-def require_layer_norm(cls: type[nn.Module], module: nn.Module, parts: Callable[[Any], tuple]) -> None:
-    """Raises where the forward of ``cls`` is not the LayerNorm of these parts (weight, bias, eps, unbiased)."""
-    weight, bias, eps, unbiased = parts(module)
-    x = _rows(weight if weight is not None else bias, eps)
+def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: DeclaredNorm) -> None:
+    """Raises where the forward of ``cls`` is not the norm that ``op`` declared."""
+    x = _rows_of(module, norm)
     if x is None:
         return
     got = _tried(x.device, lambda: cls.forward(module, x))
-    w, b = (None if part is None else part.double() for part in (weight, bias))
-    exactly = lambda: ops.layer_norm(x.double(), w, b, float(eps), unbiased=unbiased, backend="reference")  # noqa: E731
+    wide = tuple(None if p is None else p.double() for p in norm.parameters(module))
+    exactly = lambda: norm.of(x.double(), wide, norm.epsilons(module), "reference")  # noqa: E731
     if _differ(got, _tried(x.device, exactly)):
-        divisor = "N - 1" if unbiased else "N"
+        says = "eps_outside says" if norm.rms else "unbiased says which variance, eps_outside"
         raise ValueError(
-            f"declare_layer_norm: {cls.__name__}.forward must give (x - mean) / sqrt(var + eps) * weight + bias, with "
-            f"a variance over {divisor}, got other numbers: unbiased says which variance, and eps outside of the root "
-            "is another norm, which stays as it is where nothing is declared"
+            f"{op}: {cls.__name__}.forward must give {norm.formula()}, got other numbers: {says} what is added to the "
+            "root"
         )
 
 
-def require_post_norm(cls: type[nn.Module], module: nn.Module, norm: str, parts: tuple) -> None:
+def require_post_norm(cls: type[nn.Module], module: nn.Module, norm: str, known: DeclaredNorm) -> None:
     """Raises where a forward (x, sublayer) of ``cls`` is not norm(x + sublayer(x)), seen by a sublayer that gives 0."""
     inner = guard.child(module, norm)
     if guard.hooked(inner):
         return
-    weight, bias, eps, _ = parts
-    x = _rows(weight if weight is not None else bias, eps)
+    x = _rows_of(inner, known)
     if x is None:
         return
     wanted = _tried(x.device, lambda: inner(x))
@@ -50,6 +47,13 @@ def require_post_norm(cls: type[nn.Module], module: nn.Module, norm: str, parts:
             f"declare_residual: {cls.__name__}.forward must give {norm}(x + dropout(sublayer(x))), got other numbers: "
             "a pre-norm wrapper, x + dropout(sublayer(norm(x))), needs no declaration"
         )
+
+
+def _rows_of(module: nn.Module, norm: DeclaredNorm) -> Tensor | None:
+    """Rows for a norm: in float32 and float64 the second is so small that what is added to it counts as it does."""
+    weight, bias = norm.parameters(module)
+    eps, outside = norm.epsilons(module)
+    return _rows(weight if weight is not None else bias, max(outside, (eps or 0.0) ** 0.5))
 
 
 def require_feed_forward(
@@ -66,7 +70,7 @@ def require_feed_forward(
     if any(guard.hooked(layer) for layer in layers if layer):
         return
     weight = first.weight
-    x = _rows(weight.detach().flatten(1)[0] if type(weight) is nn.Parameter and weight.numel() > 0 else None, None)
+    x = _rows(weight.detach().flatten(1)[0] if type(weight) is nn.Parameter and weight.numel() > 0 else None)
     if x is None:
         return
     x = 3 * x
@@ -115,15 +119,15 @@ def _in_training(module: nn.Module, some: list[nn.Module]) -> Iterator[None]:
             inner.training = training
 
 
-def _rows(like: Any, eps: Any) -> Tensor | None:
-    """Two rows for a norm with this parameter: of ordinary size, and so small that eps counts as much as they do."""
+def _rows(like: Any, small: float = 1.0) -> Tensor | None:
+    """Two rows for a module with this parameter: of ordinary size, and (but for 16 bits) ``small`` times that."""
     if type(like) not in (Tensor, nn.Parameter) or like.is_meta or not like.is_floating_point():
         return None
     if like.dim() != 1 or like.numel() < 2:
         return None
     row = torch.linspace(-1.7, 1.7, like.numel(), dtype=torch.float64)
     row = torch.where(torch.arange(like.numel()) % 2 == 0, row, -row)
-    small = float(eps) ** 0.5 if like.dtype in _WIDE and eps else 1.0
+    small = small if like.dtype in _WIDE and small else 1.0
     return torch.stack([row, row * small])[None].to(like)
 
 

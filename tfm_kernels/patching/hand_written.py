@@ -19,18 +19,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import _check, ops
+from .. import _check
 from ..mask import Mask
-from ..ops.layer_norm import layer_norm_of_sum
 from . import block, declared_numbers, guard
+from .declared_norm import DeclaredNorm
 from .registry import Recipe, from_forward, register_recipe
 from .swap import options, original_class
 
 _MASKS = ("keep", "hide", "add")
 _AXES = ("batch", "heads")
-_norms: dict[type, Callable[[Any], tuple]] = {  # class -> module -> weight, bias, eps, unbiased
-    nn.LayerNorm: lambda norm: (norm.weight, norm.bias, norm.eps, False)
-}
+_norms = {nn.LayerNorm: DeclaredNorm(), nn.RMSNorm: DeclaredNorm(bias=None, rms=True)}
 
 
 def declare_attention(
@@ -173,17 +171,23 @@ def declare_layer_norm(
     weight: str | None = "weight",
     bias: str | None = "bias",
     eps: str | float = "eps",
+    eps_outside: str | float = 0.0,
     unbiased: bool = False,
 ) -> Recipe:
-    """Declare that a class is LayerNorm over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias.
+    """Declare that a class is LayerNorm over the last dimension.
 
-    ``patch`` tries it on two rows and refuses a class that gives other numbers.
+    y = (x - mean) / (sqrt(var + eps) + eps_outside) * weight + bias
+
+    One that divides by (std + eps), as that of The Annotated Transformer, has eps=0.0, eps_outside="eps" and, by
+    ``x.std(-1)``, unbiased=True. ``patch`` tries it on two rows and refuses a class that gives other numbers. A call
+    whose x has another dtype than the parameters runs the forward as it is written.
 
     Args:
-        cls: the class, matched exactly. Its forward takes x alone, and has eps inside the square root.
+        cls: the class, matched exactly. Its forward takes x alone.
         weight: name of the factor's parameter, or None.
         bias: name of the summand's parameter, or None.
-        eps: name of the attribute that holds eps, or the number.
+        eps: name of the attribute that holds what is added to the variance, or the number.
+        eps_outside: the same of what is added to its root.
         unbiased: whether the variance divides by N - 1, as ``x.var(-1)`` does.
 
     Returns:
@@ -192,25 +196,53 @@ def declare_layer_norm(
     Raises:
         TypeError: ``cls`` is no module class.
     """
-    _module_class("declare_layer_norm", cls)
+    return _declare_norm("declare_layer_norm", cls, DeclaredNorm(weight, bias, eps, eps_outside, unbiased))
 
-    def parts(norm: Any) -> tuple:
-        get = lambda name: None if name is None else getattr(norm, name)  # noqa: E731
-        return get(weight), get(bias), getattr(norm, eps) if isinstance(eps, str) else eps, unbiased
+
+def declare_rms_norm(
+    cls: type[nn.Module],
+    *,
+    weight: str | None = "weight",
+    eps: str | float = "eps",
+    eps_outside: str | float = 0.0,
+) -> Recipe:
+    """Declare that a class is RMSNorm over the last dimension.
+
+    y = x / (sqrt(mean(x**2) + eps) + eps_outside) * weight
+
+    ``patch`` tries it on two rows and refuses a class that gives other numbers, such as one that multiplies by
+    (1 + weight). A call whose x has another dtype than the weight runs the forward as it is written.
+
+    Args:
+        cls: the class, matched exactly. Its forward takes x alone.
+        weight: name of the factor's parameter, or None.
+        eps: name of the attribute that holds what is added to the mean square, or the number.
+        eps_outside: the same of what is added to its root.
+
+    Returns:
+        The recipe, registered.
+
+    Raises:
+        TypeError: ``cls`` is no module class.
+    """
+    return _declare_norm("declare_rms_norm", cls, DeclaredNorm(weight, None, eps, eps_outside, rms=True))
+
+
+def _declare_norm(op: str, cls: type[nn.Module], norm: DeclaredNorm) -> Recipe:
+    _module_class(op, cls)
 
     @_of_one(cls)
     def run(self: Any, x: Tensor) -> Any:
-        w, b, value, divisor = parts(self)
-        return ops.layer_norm(x, w, b, value, unbiased=divisor, backend=options(self).backend)
+        return norm.run(self, x, options(self).backend) if norm.takes(self, x) else NotImplemented
 
-    named = _names("declare_layer_norm", {}, {"weight": weight, "bias": bias, "eps": eps})
+    named = _names(op, {}, norm.names())
 
     def check(module: nn.Module) -> None:
         named(module)
-        declared_numbers.require_layer_norm(cls, module, parts)
+        declared_numbers.require_norm(op, cls, module, norm)
 
-    _norms[cls] = parts
-    return register_recipe(from_forward(_name(cls), cls, run, "layer_norm", check=check))
+    _norms[cls] = norm
+    return register_recipe(from_forward(_name(cls), cls, run, "rms_norm" if norm.rms else "layer_norm", check=check))
 
 
 def declare_residual(
@@ -223,7 +255,8 @@ def declare_residual(
 
     Args:
         cls: the class, matched exactly. Its forward takes x first.
-        norm: name of the norm: nn.LayerNorm, or a class declared with ``declare_layer_norm``.
+        norm: name of the norm: nn.LayerNorm, nn.RMSNorm, or a class declared with ``declare_layer_norm`` or
+            ``declare_rms_norm``.
         dropout: name of the nn.Dropout, or None.
         sublayer: name of the child that is the sublayer and takes all arguments of the forward; None where the
             sublayer is the forward's second argument, a callable that takes x, and there is no third.
@@ -249,27 +282,24 @@ def declare_residual(
             return NotImplemented
         (x, *given), args, kwargs = bound
         inner = guard.child(self, norm)
-        parts = _norms.get(original_class(inner))
-        if parts is None or guard.hooked(inner) or guard.spans_rows(inner):
+        known = _norms.get(original_class(inner))
+        if known is None or guard.hooked(inner) or guard.spans_rows(inner):
             return NotImplemented
         y = given[0](x) if sublayer is None else guard.child(self, sublayer)(x, *args, **kwargs)
-        if y.shape != x.shape:  # the sum broadcasts, or fails
+        if y.shape != x.shape or not known.takes(inner, x, y):  # the sum broadcasts, or fails
             return inner(x + (y if dropout is None else guard.child(self, dropout)(y)))
-        w, b, eps, unbiased = parts(inner)
-        p, backend = _probability(self, dropout), options(self).backend
-        return layer_norm_of_sum(y, x, w, b, eps, dropout_p=p, unbiased=unbiased, backend=backend)
+        return known.run_of_sum(inner, y, x, _probability(self, dropout), options(self).backend)
 
     covers = () if dropout is None else (dropout,)
     named = _names("declare_residual", {"norm": norm, "dropout": dropout, "sublayer": sublayer})
 
     def check(module: nn.Module) -> None:
         named(module)
-        inner = guard.child(module, norm)
-        parts = _norms.get(original_class(inner))
-        if sublayer is None and parts is not None:
-            declared_numbers.require_post_norm(cls, module, norm, parts(inner))
+        known = _norms.get(original_class(guard.child(module, norm)))
+        if sublayer is None and known is not None:
+            declared_numbers.require_post_norm(cls, module, norm, known)
 
-    what = "dropout, sum and LayerNorm in one pass"
+    what = "dropout, sum and norm in one pass"
     return register_recipe(from_forward(_name(cls), cls, run, what, covers, check))
 
 

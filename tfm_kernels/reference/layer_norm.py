@@ -9,7 +9,14 @@ from .. import dropout
 
 
 def norm(
-    z: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, rms: bool = False, unbiased: bool = False
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    eps_outside: float = 0.0,
+    *,
+    rms: bool = False,
+    unbiased: bool = False,
 ) -> Tensor:
     """LayerNorm (or RMSNorm) over the last dimension, rounded to the dtype of ``z``.
 
@@ -18,6 +25,7 @@ def norm(
         weight: (N,) or None.
         bias: (N,) or None.
         eps: added inside the square root.
+        eps_outside: added to the root.
         rms: divide by the root mean square and do not subtract the mean.
         unbiased: divide the sum of squares by N - 1 instead of N.
 
@@ -31,12 +39,18 @@ def norm(
     else:
         centred = wide - wide.mean(-1, keepdim=True)
         variance = centred.square().sum(-1, keepdim=True) / (z.shape[-1] - (1 if unbiased else 0))
-    y = centred / torch.sqrt(variance + eps)
+    y = centred / (_root(variance + eps) + eps_outside)
     if weight is not None:
         y = y * weight.double()
     if bias is not None:
         y = y + bias.double()
     return y.to(z.dtype).contiguous()
+
+
+def _root(squared: Tensor) -> Tensor:
+    """The square root, whose gradient at 0 is 0: a row of equal numbers has one."""
+    zero = squared == 0
+    return torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, squared)))
 
 
 def add(x: Tensor, residual: Tensor, dropout_p: float, seed: Tensor | None, rows: Tensor | None) -> Tensor:

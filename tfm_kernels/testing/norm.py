@@ -2,7 +2,8 @@
 
 z    = residual + dropout(x), rounded once to the storage type (plain norms: z = x)
 y    = xhat * weight + bias, xhat = (z - mu) * rstd       RMSNorm: mu = 0 and no bias
-dz   = rstd * (g - mean(g) - xhat * sum(g xhat) / n),     g = dy * weight; n = N, or N - 1 with unbiased=True
+dz   = rstd * (g - mean(g) - xhat * sum(g xhat) / (n share)), g = dy * weight; n = N, or N - 1 with unbiased=True
+rstd = 1 / (root + eps_outside), root = sqrt(variance + eps); share = root * rstd, and no last term where it is 0
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     centred = op.endswith("layer_norm")
     mu = z.mean(-1, keepdim=True) if centred else torch.zeros_like(z[..., :1])
     degrees = width - 1 if inputs.get("unbiased", False) else width
-    rstd = (((z - mu).square().sum(-1, keepdim=True) / degrees) + eps_of(op, inputs)).rsqrt()
+    root = ((z - mu).square().sum(-1, keepdim=True) / degrees + eps_of(op, inputs)).sqrt()
+    rstd = 1 / (root + inputs.get("eps_outside", 0.0))
     xhat = (z - mu) * rstd
     kappa = 1 + mu.abs() * rstd
     w = torch.ones(width, dtype=torch.float64, device=x.device) if weight is None else weight.double()
@@ -59,8 +61,12 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
         return expected
     dy = torch.zeros_like(z) if dy is None else dy.double()
     g = dy * w
-    dz = rstd * (g - (g.mean(-1, keepdim=True) if centred else 0) - xhat * (g * xhat).sum(-1, keepdim=True) / degrees)
-    sizes = g.abs() + g.abs().mean(-1, keepdim=True) + (1 + xhat.abs()) * (g * xhat).abs().mean(-1, keepdim=True)
+    share = root * rstd
+    along = torch.where(share == 0, 0, (g * xhat).sum(-1, keepdim=True) / (degrees * share))
+    dz = rstd * (g - (g.mean(-1, keepdim=True) if centred else 0) - xhat * along)
+    # 1 - eps_outside * rstd is as near to share as 1 is to its neighbours
+    along = torch.where(share == 0, 0, (g * xhat).abs().mean(-1, keepdim=True) / share.square())
+    sizes = g.abs() + g.abs().mean(-1, keepdim=True) + (share + xhat.abs()) * along
     slack = 16 * r.sums * rstd * sizes * kappa
     between = r.unit * rstd * sizes  # PyTorch's backward rounds a row's statistics to the storage type
     summed = r.unit * dz.abs()
@@ -110,8 +116,12 @@ def eager(op: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         z = outputs["z"] = inputs["residual"] + _drop(x, kept(inputs), inputs)
     degrees = z.shape[-1] - 1 if inputs.get("unbiased", False) else z.shape[-1]
     centred = z - z.mean(-1, keepdim=True) if op.endswith("layer_norm") else z
-    variance = centred.square().sum(-1, keepdim=True) / degrees
-    y = centred * torch.rsqrt(variance + eps_of(op, inputs))
+    variance = centred.square().sum(-1, keepdim=True) / degrees + eps_of(op, inputs)
+    if outside := inputs.get("eps_outside", 0.0):
+        zero = variance == 0  # where torch.std has a gradient, of 0, and sqrt none
+        y = centred / (torch.where(zero, 0.0, torch.where(zero, 1.0, variance).sqrt()) + outside)
+    else:
+        y = centred * torch.rsqrt(variance)
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
     outputs["y"] = y.to(z.dtype)

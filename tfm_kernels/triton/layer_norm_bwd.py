@@ -79,8 +79,8 @@ def pick_config(rows: int, features: int, aligned: bool, capability: tuple[int, 
 
 _RUNTIME = (
     "dy_ptr", "dz_ptr", "z_ptr", "mean_ptr", "rstd_ptr", "weight_ptr", "dx_ptr", "dresidual_ptr", "dweight_ptr",
-    "dbias_ptr", "seed_ptr", "rows_ptr", "M", "N", "dy_stride_m", "dz_stride_m", "z_stride_m", "divisor", "scale",
-    "last_dropped",
+    "dbias_ptr", "seed_ptr", "rows_ptr", "M", "N", "dy_stride_m", "dz_stride_m", "z_stride_m", "eps_outside", "divisor",
+    "scale", "last_dropped",
 )  # fmt: skip
 
 
@@ -144,8 +144,15 @@ def column_sums(t, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, RUN: tl.constexpr
 
 @triton.jit
 def gradient(g, centred, rstd, dot, offset):
-    """LN.4 but for dz, by two multiply-adds an element: ``dot`` is the mean of g (z - mean), ``offset`` that of g."""
+    """LN.4 but for dz, by two multiply-adds an element: ``dot`` is row_dots, ``offset`` the mean of g."""
     return g * by_row(rstd) - (centred * by_row(dot * rstd * rstd * rstd) + by_row(offset * rstd))
+
+
+@triton.jit
+def row_dots(dots, rstd, eps_outside, divisor):
+    """(BLOCK_M,) of a tile of g (z - mean): its rows' means, times a of LN.4."""
+    share = 1.0 - eps_outside * rstd  # of the root in 1 / rstd: 1 / a
+    return tl.where(share > 0.0, row_sums(dots) / (divisor * share), 0.0)
 
 
 @triton.jit
@@ -171,7 +178,7 @@ def store_gradients(
 def layer_norm_bwd_kernel(
     dy_ptr, dz_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, seed_ptr,
     rows_ptr, M: tl.int64, N: tl.int32, dy_stride_m: tl.int64, dz_stride_m: tl.int64, z_stride_m: tl.int64,
-    divisor, scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+    eps_outside, divisor, scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows that stay in registers, N <= BLOCK_N; dweight_ptr and dbias_ptr are (programs, N).
@@ -200,7 +207,7 @@ def layer_norm_bwd_kernel(
             dbias += g
         if weight_ptr is not None:
             g *= weight
-        dot = row_sums(g * centred) / divisor
+        dot = row_dots(g * centred, rstd, eps_outside, divisor)
         offset = tl.zeros((BLOCK_M,), tl.float32)
         if mean_ptr is not None:
             offset = row_sums(g) / N
@@ -220,7 +227,7 @@ def layer_norm_bwd_kernel(
 def layer_norm_bwd_walk_kernel(
     dy_ptr, dz_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, seed_ptr,
     rows_ptr, M: tl.int64, N: tl.int32, dy_stride_m: tl.int64, dz_stride_m: tl.int64, z_stride_m: tl.int64,
-    divisor, scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+    eps_outside, divisor, scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row at a time, BLOCK_M = 1, in pieces of BLOCK_N < N; dweight_ptr and dbias_ptr are (programs, N) zeros."""
@@ -247,7 +254,7 @@ def layer_norm_bwd_walk_kernel(
             dots += g * centred
             if mean_ptr is not None:
                 sums += g
-        dot, offset = row_sums(dots) / divisor, row_sums(sums) / N
+        dot, offset = row_dots(dots, rstd, eps_outside, divisor), row_sums(sums) / N
         for first in range(0, N, BLOCK_N):
             offs_n = columns(first, 1, BLOCK_N)
             g = load(dy_ptr, offs_m, offs_n, M, N, dy_stride_m, ALIGNED)
@@ -289,8 +296,8 @@ def sum_columns(partial_ptr, sum_ptr, P, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 def layer_norm_bwd(
     dy: Tensor, dz: Tensor | None, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
-    rms: bool, unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None, need_weight: bool,
-    need_bias: bool,
+    eps_outside: float, rms: bool, unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None,
+    need_weight: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator layer_norm_bwd_triton; its contract is tfm_kernels/ops/layer_norm.py's."""
     op = "layer_norm_bwd_triton"
@@ -331,7 +338,8 @@ def layer_norm_bwd(
             seed_ptr=seed if dropped else None,
             rows_ptr=dropout_rows.contiguous() if dropped and dropout_rows is not None else None,
             M=M, N=N, dy_stride_m=dy2.stride(0), dz_stride_m=0 if dz2 is None else dz2.stride(0),
-            z_stride_m=z2.stride(0), divisor=float(N - 1 if unbiased else N), scale=scale, last_dropped=last_dropped,
+            z_stride_m=z2.stride(0), eps_outside=eps_outside, divisor=float(N - 1 if unbiased else N), scale=scale,
+            last_dropped=last_dropped,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGNED=aligned,
             STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=True,
             maxnreg=config.max_registers,

@@ -67,7 +67,7 @@ def pick_config(features: int, aligned: bool, dtype: torch.dtype) -> Config:
 # Nothing but types, which arguments are None, and the constexprs may cause a compilation: see _tile.tile.
 _RUNTIME = (
     "x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "y_ptr", "z_ptr", "mean_ptr", "rstd_ptr", "seed_ptr", "rows_ptr",
-    "M", "N", "x_stride_m", "residual_stride_m", "eps", "divisor", "scale", "last_dropped",
+    "M", "N", "x_stride_m", "residual_stride_m", "eps", "eps_outside", "divisor", "scale", "last_dropped",
 )  # fmt: skip
 
 
@@ -120,10 +120,12 @@ def settle(mean, left, mean_ptr, offs_m, M, N, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def row_rstd(squares, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M: tl.constexpr):
-    """LN.2: 1 / sqrt(variance + eps) of each row, written; all three steps rounded correctly, not approximated."""
+def row_rstd(squares, rstd_ptr, offs_m, M, eps, eps_outside, divisor, BLOCK_M: tl.constexpr):
+    """LN.2: 1 / (sqrt(variance + eps) + eps_outside) of each row, written; all steps rounded correctly, as no
+    approximation is.
+    """
     ones = tl.full((BLOCK_M,), 1.0, tl.float32)
-    rstd = tl.div_rn(ones, tl.sqrt_rn(tl.div_rn(squares, ones * divisor) + eps))
+    rstd = tl.div_rn(ones, tl.sqrt_rn(tl.div_rn(squares, ones * divisor) + eps) + eps_outside)
     tl.store(rstd_ptr + offs_m, rstd, mask=offs_m < M)
     return rstd
 
@@ -145,7 +147,8 @@ def normalize_tile(
 @triton.jit(do_not_specialize=_RUNTIME)
 def layer_norm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, z_ptr, mean_ptr, rstd_ptr, seed_ptr, rows_ptr,
-    M: tl.int64, N: tl.int32, x_stride_m: tl.int64, residual_stride_m: tl.int64, eps, divisor, scale, last_dropped,
+    M: tl.int64, N: tl.int32, x_stride_m: tl.int64, residual_stride_m: tl.int64, eps, eps_outside, divisor, scale,
+    last_dropped,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Rows that stay in registers, N <= BLOCK_N."""
@@ -167,14 +170,15 @@ def layer_norm_fwd_kernel(
             centred = centre(centred + before[:, None], mean, 0, N, BLOCK_N, ALIGNED)
             squares = tl.sum(centred * centred, 1)
         tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
-    rstd = row_rstd(squares, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
+    rstd = row_rstd(squares, rstd_ptr, offs_m, M, eps, eps_outside, divisor, BLOCK_M)
     normalize_tile(centred, rstd, weight_ptr, bias_ptr, y_ptr, offs_m, 0, M, N, BLOCK_M, BLOCK_N, ALIGNED)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def layer_norm_fwd_walk_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, z_ptr, mean_ptr, rstd_ptr, seed_ptr, rows_ptr,
-    M: tl.int64, N: tl.int32, x_stride_m: tl.int64, residual_stride_m: tl.int64, eps, divisor, scale, last_dropped,
+    M: tl.int64, N: tl.int32, x_stride_m: tl.int64, residual_stride_m: tl.int64, eps, eps_outside, divisor, scale,
+    last_dropped,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Rows in pieces, BLOCK_N < N: one walk for the sum (and z), one for the squares, one for y."""
@@ -202,7 +206,7 @@ def layer_norm_fwd_walk_kernel(
     mean, missing = settle(mean, left, mean_ptr, offs_m, M, N, BLOCK_M)
     squares -= N * missing * missing
     squares = tl.where(squares < 0.0, 0.0, squares)  # a maximum would drop NaN
-    rstd = row_rstd(squares, rstd_ptr, offs_m, M, eps, divisor, BLOCK_M)
+    rstd = row_rstd(squares, rstd_ptr, offs_m, M, eps, eps_outside, divisor, BLOCK_M)
     for first in range(0, N, BLOCK_N):
         z = load_tile(x_ptr, offs_m, first, M, N, x_stride_m, BLOCK_M, BLOCK_N, ALIGNED)
         centred = z - mean[:, None]
@@ -210,8 +214,9 @@ def layer_norm_fwd_walk_kernel(
 
 
 def layer_norm_fwd(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool,
-    unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None, keep_sum: bool = True,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, eps_outside: float,
+    rms: bool, unbiased: bool, dropout_p: float, seed: Tensor | None, dropout_rows: Tensor | None,
+    keep_sum: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator layer_norm_fwd_triton; its contract is tfm_kernels/ops/layer_norm.py's."""
     op = "layer_norm_fwd_triton"
@@ -248,7 +253,8 @@ def layer_norm_fwd(
             seed_ptr=seed if dropped else None,
             rows_ptr=dropout_rows.contiguous() if dropped and dropout_rows is not None else None,
             M=M, N=N, x_stride_m=x2.stride(0), residual_stride_m=0 if residual2 is None else residual2.stride(0),
-            eps=eps, divisor=float(N - 1 if unbiased else N), scale=scale, last_dropped=last_dropped,
+            eps=eps, eps_outside=eps_outside, divisor=float(N - 1 if unbiased else N), scale=scale,
+            last_dropped=last_dropped,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             ALIGNED=aligned, num_warps=config.num_warps, maxnreg=config.max_registers, enable_fp_fusion=True,
         )  # fmt: skip

@@ -68,6 +68,10 @@ def _eps_outside(t: Tensor, run: Emulation) -> Tensor:
     return 1 / (run.context["variance"].sqrt() + run.context["eps"])
 
 
+def _eps_inside(t: Tensor, run: Emulation) -> Tensor:
+    return (run.context["variance"] + run.context["eps_outside"]).rsqrt()
+
+
 def _no_eps(t: Tensor, run: Emulation) -> Tensor:
     return run.context["variance"].clamp(min=1e-30).rsqrt()
 
@@ -95,6 +99,8 @@ def _plant(
 NORM: tuple[Defect, ...] = (
     _plant("one-pass variance", _with(data="mean_1000"), "variance", _one_pass),
     _plant("eps outside the root", _narrow, "rstd", _eps_outside),
+    _plant("eps inside the root", _with(width=24, eps=0.0, eps_outside=1e-2), "rstd", _eps_inside),
+    _plant("eps outside without its gradient", _with(width=24, eps=0.0, eps_outside=0.1), "share", one),
     _plant("eps missing", _with(data="subnormals"), "rstd", _no_eps),
     _plant("unbiased in place of biased", _inputs, "degrees", lambda n, run: n - 1),
     _plant("biased in place of unbiased", _with(unbiased=True), "degrees", lambda n, run: n + 1),
