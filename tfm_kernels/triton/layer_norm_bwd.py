@@ -151,8 +151,9 @@ def gradient(g, centred, rstd, dot, offset):
 @triton.jit
 def row_dots(dots, rstd, eps_outside, divisor):
     """(BLOCK_M,) of a tile of g (z - mean): its rows' means, times a of LN.4."""
-    share = 1.0 - eps_outside * rstd  # of the root in 1 / rstd: 1 / a
-    return tl.where(share > 0.0, row_sums(dots) / (divisor * share), 0.0)
+    # the root's share of 1 / rstd, which is 1 / a; where no more than its rounding is left of it, nothing is of the dots
+    share = tl.maximum(1.0 - eps_outside * rstd, 2.0**-24)
+    return row_sums(dots) / (divisor * share)
 
 
 @triton.jit
