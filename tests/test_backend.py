@@ -104,6 +104,13 @@ def test_explain_lists_every_backend_and_the_choice(x):
         assert backend in text
     assert "aten      cannot: PyTorch's layer_norm has no N - 1 variance" in text
     assert text.splitlines()[-1].startswith("  -> ")
+    entry = _backend.OPS["layer_norm"]
+    for features, words in (
+        (8192, "proven on an H200"),
+        (8200, "not proven on a GPU with gradients of more than 8192"),
+    ):
+        call = _backend.described("explain", entry, (x.new_empty(4, features).requires_grad_(),), {})
+        assert entry.remarks["triton"](call).startswith(words)
     for name in ("layernorm", "attention_weights"):  # the latter has no backends to choose from
         words = f"explain: op must be one of .*layer_norm.*, the functions that take backend=, got '{name}'"
         with pytest.raises(ValueError, match=words):

@@ -28,8 +28,8 @@ def norm(rows, features, train=False, name="layer_norm"):
     return name, (new(rows, features, train=train),), {}
 
 
-def dropped(rows, features):
-    x = new(rows, features)
+def dropped(rows, features, train=False):
+    x = new(rows, features, train=train)
     return "add_layer_norm", (x, x), {"dropout_p": 0.1}
 
 
@@ -75,6 +75,8 @@ CALLS = {
     "few rows with dropout": (lambda: dropped(64, 4096), "cuda"),
     "long rows": (lambda: norm(1024, 65536), "triton"),
     "long rows in training": (lambda: norm(1024, 65536, train=True), "aten"),
+    "long rows with dropout": (lambda: dropped(1024, 65536), "triton"),
+    "long rows with dropout in training": (lambda: dropped(1024, 65536, train=True), "cuda"),
     "a block": (block, "aten"),
     "a block with dropout": (lambda: block(0.1), "triton"),
     "a small block with dropout": (lambda: block(0.1, rows=64), "cuda"),

@@ -53,7 +53,7 @@ class Op:
         describe: checks the public function's arguments and returns the ``call`` that all others read.
         bucket: function(call) -> its device type, and the words (``_measured.bucket``) of the calls that take as long.
         stand_in: function(call) -> how to run one like it, for its time.
-        remarks: backend -> what explain() adds where the backend can run the call.
+        remarks: backend -> what explain() adds where the backend can run the call, or a function(call) that says it.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Op:
     describe: Callable[..., Any]
     bucket: Callable[[Any], tuple[str, str]]
     stand_in: Callable[[Any], StandIn]
-    remarks: Mapping[str, str] = field(default_factory=dict)
+    remarks: Mapping[str, str | Callable[[Any], str]] = field(default_factory=dict)
 
 
 OPS: dict[str, Op] = {}
@@ -318,4 +318,7 @@ def _answer(op: Op, call: Any, backend: str) -> str:
     reason = why_not(op, call, backend)
     if reason is not None:
         return f"cannot: {reason}"
-    return f"can: {op.remarks[backend]}" if backend in op.remarks else "can"
+    remark = op.remarks.get(backend)
+    if remark is None:
+        return "can"
+    return f"can: {remark if isinstance(remark, str) else remark(call)}"

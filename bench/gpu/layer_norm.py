@@ -62,9 +62,12 @@ def masks_are_the_references(backend: str, width: int, p: float, device: str) ->
 
 
 def branches(device: str) -> Mapping[str, tuple[str, Inputs]]:
-    """Rows short, aligned or not, of 16 warps, walked; more of them than an H200's programs hold; all options, none."""
+    """Rows short, aligned or not, of 16 warps, without room for sums, walked: more than an H200's programs hold.
+
+    With all options, and with none.
+    """
     found: dict[str, tuple[str, Inputs]] = {}
-    for rows, width in ((8501, 63), (8501, 64), (1101, 1024), (301, 4096), (141, 65536)):
+    for rows, width in ((8501, 63), (8501, 64), (1101, 1024), (301, 4096), (141, 16384), (141, 65536)):
         for dtype in (torch.bfloat16, torch.float32):
             g = torch.Generator().manual_seed(width)
             new = lambda *shape, g=g, dtype=dtype: torch.randn(*shape, generator=g).to(device, dtype)  # noqa: E731
@@ -112,6 +115,7 @@ def _speed() -> tuple[Norm, ...]:
         n(16384, 4096, headline=True),
         n(65536, 128),
         n(4096, 8192),
+        n(2048, 16384),
         n(1024, 65536),
         n(8192, 1024, **rms),
         n(16384, 4096, **rms),
@@ -153,7 +157,7 @@ def _subject(backend: str) -> GpuSubject:
         checks={
             **{
                 f"add_layer_norm masks of width {width}, p = {p}": partial(masks_are_the_references, backend, width, p)
-                for width in (7, 64, 130, 8192, 65536)
+                for width in (7, 64, 130, 8192, 16384, 65536)
                 for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)
             },
             **{

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from tests.aot.sass import compile_kernel, figures
-from tfm_kernels.triton import layer_norm_bwd, layer_norm_fwd
+from tfm_kernels.triton import _layer_norm_sums, layer_norm_bwd, layer_norm_fwd
 
 FILE = Path(__file__).with_name("layer_norm.json")
 ARCHS = (80, 90, 100)
@@ -24,14 +24,9 @@ VARIANTS = tuple(
 )
 VARIANTS_90 = (("fp16", "full", True), ("bf16", "plain", False))
 SIZES = {
-    "M": "i64",
-    "N": "i32",
-    "last_dropped": "i32",
-    "divisor": "fp32",
-    "scale": "fp32",
-    "eps": "fp32",
-    "eps_outside": "fp32",
-}
+    "M": "i64", "N": "i32", "last_dropped": "i32",
+    "divisor": "fp32", "scale": "fp32", "eps": "fp32", "eps_outside": "fp32",
+}  # fmt: skip
 STATISTICS = {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "dweight_ptr": "*fp32", "dbias_ptr": "*fp32"}
 
 
@@ -41,7 +36,7 @@ def entries(archs=ARCHS):
     for arch in archs:
         for dtype, features, aligned in VARIANTS + (VARIANTS_90 if arch == 90 else ()):
             for width in WIDTHS:
-                for make in (_forward, _backward):
+                for make in (_forward, _backward, _columns):
                     name, entry = make(width, dtype, features, aligned, arch)
                     found[f"sm_{arch} {name} {dtype} {features}{'' if aligned else ' unaligned'}"] = entry
         for dtype in ("bf16", "fp16", "fp32"):
@@ -84,6 +79,8 @@ def _backward(width, dtype, features, aligned, arch):
     walked = width > config.block_n
     kernel = layer_norm_bwd.layer_norm_bwd_walk_kernel if walked else layer_norm_bwd.layer_norm_bwd_kernel
     absent = () if features == "full" else ("dz_ptr", "dresidual_ptr", "seed_ptr", "rows_ptr")
+    if not config.holds_sums:
+        absent += ("dweight_ptr", "dbias_ptr")
     constexprs = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "ALIGNED": aligned, "STAGES": config.num_stages
     }  # fmt: skip
@@ -94,12 +91,25 @@ def _backward(width, dtype, features, aligned, arch):
     }  # fmt: skip
 
 
+def _columns(width, dtype, features, aligned, arch):
+    config = _layer_norm_sums.pick_config(10**6, width, aligned, (arch // 10, arch % 10))
+    kernel = _layer_norm_sums.layer_norm_bwd_columns_kernel
+    constexprs = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "ALIGNED": aligned, "STAGES": config.num_stages
+    }  # fmt: skip
+    launch = f"{config.block_m}x{config.block_n} {config.num_warps} warps {config.num_stages} stages"
+    return f"layer_norm_bwd_columns {launch}", {
+        "kernel": kernel, "types": _types(kernel, dtype, ()), "constexprs": constexprs, "arch": arch,
+        "num_warps": config.num_warps, "fused": True, "max_registers": config.max_registers,
+    }  # fmt: skip
+
+
 def _sum(dtype, arch):
-    kernel = layer_norm_bwd.layer_norm_bwd_sum_kernel
+    kernel = _layer_norm_sums.layer_norm_bwd_sum_kernel
     types = dict.fromkeys(("dweight_ptr", "dbias_ptr"), "*fp32")
     types |= dict.fromkeys(("dweight_sum_ptr", "dbias_sum_ptr"), f"*{dtype}")
     types |= {"P": "i32", "N": "i32"}
-    block = {"BLOCK_M": layer_norm_bwd.SUM_BLOCK_M, "BLOCK_N": layer_norm_bwd.SUM_BLOCK_N}
+    block = {"BLOCK_M": _layer_norm_sums.SUM_BLOCK_M, "BLOCK_N": _layer_norm_sums.SUM_BLOCK_N}
     return {"kernel": kernel, "types": types, "constexprs": block, "arch": arch, "num_warps": 4}
 
 

@@ -12,8 +12,8 @@ def fits(name, entry, found):
     Two rows ahead some keep a few bytes; an H200 took 0.8 of the time of one row ahead with none.
     """
     assert not {"ATOM", "ATOMG", "RED"} & set(found), f"{name} is not deterministic: {found}"
-    if "layer_norm_bwd " in name and "unaligned" not in name:
-        limit = 168 if " 4 warps" in name else 128
+    if ("layer_norm_bwd " in name or "columns" in name) and "unaligned" not in name:
+        limit = 168 if "layer_norm_bwd " in name and " 4 warps" in name else 128
         assert found["registers"] <= limit, f"{name}: the programs planned do not fit: {found}"
     ahead = "3 stages" in name
     if ahead or "2 stages" in name:
@@ -30,6 +30,6 @@ test_compiles_as_planned, test_the_table_is_complete_and_as_planned = plan.tests
 def test_every_launch_is_compiled():
     for width in range(1, 65537, 61):
         for dtype in ("bf16", "fp32"):
-            for make in (table._forward, table._backward):
+            for make in (table._forward, table._backward, table._columns):
                 launch, _ = make(width, dtype, "full", True, 90)
                 assert f"sm_90 {launch} {dtype} full" in ENTRIES

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tfm_kernels.triton import _launch, layer_norm_bwd, layer_norm_fwd
+from tfm_kernels.triton import _launch, _layer_norm_sums, layer_norm_bwd, layer_norm_fwd
 
 WIDTHS = (1, 63, 64, 65, 768, 1024, 2048, 2049, 8192, 8193, 16384, 16385, 32768, 32769, 65536)
 
@@ -21,9 +21,13 @@ def test_launches():
             for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
                 for aligned in (True, False):
                     config = layer_norm_bwd.pick_config(rows, width, aligned, capability)
-                    assert (width > config.block_n) == (width > (8192 if aligned else 4096))
+                    room = 8192 if aligned else 4096
+                    assert (width > config.block_n) == (width > 2 * room) and config.holds_sums == (width <= room)
                     assert 1 <= config.programs <= 3 * 148
                     assert config.programs <= max(1, -(-rows // config.block_m))
+                    sums = _layer_norm_sums.pick_config(rows, width, aligned, capability)
+                    assert 1 <= sums.parts <= -(-rows // sums.block_m)
+                    assert sums.parts == 1 or sums.parts * -(-width // sums.block_n) <= 4 * 148
     assert layer_norm_fwd.pick_config(1024, True, torch.float16) == layer_norm_fwd.Config(1, 1024, 1, None)
     assert layer_norm_bwd.pick_config(8192, 1024, True, (9, 0)) == layer_norm_bwd.Config(2, 1024, 4, 3, 396, 168)
 
@@ -56,7 +60,7 @@ def test_compilations_are_bounded(dtype, compilations):
     counts = {name: len(keys) for name, keys in compilations.items()}
     assert set(counts) == {
         "layer_norm_fwd_kernel", "layer_norm_fwd_walk_kernel", "layer_norm_bwd_kernel", "layer_norm_bwd_walk_kernel",
-        "layer_norm_bwd_sum_kernel",
+        "layer_norm_bwd_columns_kernel", "layer_norm_bwd_sum_kernel",
     }  # fmt: skip
     forward, backward = (sum(count for name, count in counts.items() if d in name) for d in ("fwd", "bwd"))
     assert forward <= layer_norm_fwd.MAX_COMPILATIONS and backward <= layer_norm_bwd.MAX_COMPILATIONS, counts

@@ -9,7 +9,7 @@ from tests.layer_norm_semantics import *  # noqa: F403  (the tests that every ba
 from tests.layer_norm_semantics import DTYPES, NORMS, OPS, X, assert_sum_need_not_be_kept, calls
 from tfm_kernels import _library
 from tfm_kernels.testing import assert_contract
-from tfm_kernels.triton import layer_norm_bwd, layer_norm_fwd
+from tfm_kernels.triton import _layer_norm_sums, layer_norm_bwd, layer_norm_fwd
 
 FIRST = 120  # all pairs have come several times by then
 
@@ -45,13 +45,15 @@ def test_there_are_enough_cases():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_n, width", [(64, 129), (64, 136), (256, 200)])
-def test_walks_and_shared_rows(block_n, width, dtype, monkeypatch):
-    """Long rows in pieces, many rows to one program: by small launches, since the interpreter is slow."""
+@pytest.mark.parametrize("block_n, width, apart", [(64, 129, 2), (64, 136, 1), (256, 200, 2), (256, 200, 0)])
+def test_walks_and_shared_rows(block_n, width, apart, dtype, monkeypatch):
+    """Long rows in pieces, many rows to one program, sums over rows apart: by small launches, which are not slow."""
     forward = layer_norm_fwd.Config(1 if block_n < width else 2, block_n, num_warps=1, max_registers=None)
-    backward = layer_norm_bwd.Config(forward.block_m, block_n, 1, num_stages=2, programs=3, max_registers=None)
+    backward = layer_norm_bwd.Config(forward.block_m, block_n, 1, 2, 3, max_registers=None, holds_sums=not apart)
+    sums = _layer_norm_sums.Config(2, 64, num_warps=1, num_stages=1, parts=apart, max_registers=128)
     monkeypatch.setattr(layer_norm_fwd, "pick_config", lambda *_: forward)
     monkeypatch.setattr(layer_norm_bwd, "pick_config", lambda *_: backward)
+    monkeypatch.setattr(_layer_norm_sums, "pick_config", lambda *_: sums)
     for op, inputs in calls(width, dtype, rows=7):
         assert_contract(op, inputs, "triton")
     assert_sum_need_not_be_kept("triton", width, dtype)

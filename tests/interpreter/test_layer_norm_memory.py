@@ -6,7 +6,7 @@ import torch
 from tests.fences import fenced, huge
 from tests.interpreter.one_program import run_program
 from tfm_kernels.ops.layer_norm import BWD, FWD
-from tfm_kernels.triton import _launch, layer_norm_bwd, layer_norm_fwd
+from tfm_kernels.triton import _launch, _layer_norm_sums, layer_norm_bwd, layer_norm_fwd
 
 SEED = torch.tensor(77)
 FAR = 2**31 + 4096  # elements between two rows
@@ -22,9 +22,11 @@ def randn(*shape, dtype=torch.float32, seed=0):
 def test_no_byte_outside(shape, block_n, dtype, monkeypatch):
     """Every argument and every result ends at a protected page."""
     if block_n is not None:  # walks of long rows
-        forward, backward = (layer_norm_fwd.Config(1, 64, 1, None), layer_norm_bwd.Config(1, 64, 1, 2, 3, None))
+        forward, backward = layer_norm_fwd.Config(1, 64, 1, None), layer_norm_bwd.Config(1, 64, 1, 2, 3, None, False)
+        sums = _layer_norm_sums.Config(2, 64, 1, 1, 3, 128)
         monkeypatch.setattr(layer_norm_fwd, "pick_config", lambda *_: forward)
         monkeypatch.setattr(layer_norm_bwd, "pick_config", lambda *_: backward)
+        monkeypatch.setattr(_layer_norm_sums, "pick_config", lambda *_: sums)
     empty, zeros = torch.empty, torch.zeros
     rows, width = shape
     x, residual, dy, dz = (fenced(randn(*shape, dtype=dtype, seed=seed)) for seed in range(4))
@@ -66,9 +68,10 @@ def apart(space, t):
     return rows.copy_(t)
 
 
-def test_arguments_with_far_rows(space):
-    x, residual, dy, dz = (randn(2, 96, dtype=torch.float16, seed=seed) for seed in range(4))
-    weight = randn(96, seed=4)
+@pytest.mark.parametrize("width", [96, 16400])  # long rows have a launch for their sums over rows
+def test_arguments_with_far_rows(space, width):
+    x, residual, dy, dz = (randn(2, width, dtype=torch.float16, seed=seed) for seed in range(4))
+    weight = randn(width, seed=4)
 
     def forward(x, residual):
         return FWD["triton"](x, residual, weight, None, 1e-5, 1e-3, False, False, 0.4, SEED, None)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.cases import Case
 from tests.ptx.chosen import NORMS, marked_cases
 from tfm_kernels import _library
 from tfm_kernels.testing import run
@@ -12,6 +13,10 @@ OPS = (NORMS, ("attention",), ("attention_varlen",), ("ffn",), ("linear_cross_en
 EACH = 4
 QUICK = [[p.values[0] for p in marked_cases(ops) if not p.marks] for ops in OPS]
 CASES = [case for cases in QUICK for case in cases[:: max(1, len(cases) // EACH)]]
+# norms of rows that have a launch for their sums over rows, and of those that are walked
+_WHOLE = {"op": "layer_norm", "dtype": "bf16", "data": "randn", "layout": "contiguous", "weight": "same", "bias": "f32"}
+_WHOLE |= {"rows": (17,), "eps": None, "unbiased": False}
+CASES += [Case("layer_norm", {**_WHOLE, "width": width}) for width in (8200, 16392)]
 
 
 def other_numbers(inputs):

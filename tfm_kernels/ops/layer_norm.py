@@ -18,6 +18,7 @@ Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; Zhang, Sennrich 2019, arXiv:19
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,6 +95,12 @@ def _triton_support(call: Call) -> str | None:
     return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("layer_norm", "triton")
 
 
+def _triton_remark(call: Call) -> str:
+    if call.training and call.features > 8192:
+        return "not proven on a GPU with gradients of more than 8192 features; name it explicitly"
+    return PROVEN["triton"]
+
+
 def _cuda_support(call: Call) -> str | None:
     return _library.unreachable(call.device, "cuda") or _gpu_support(call) or _library.missing("layer_norm", "cuda")
 
@@ -103,7 +110,7 @@ SUPPORT = {
     "cuda": _cuda_support,
 }  # fmt: skip
 PREFER = prefer
-REMARKS = PROVEN
+REMARKS: dict[str, str | Callable[[Any], str]] = {**PROVEN, "triton": _triton_remark}
 _CHOICES = Choices()
 
 

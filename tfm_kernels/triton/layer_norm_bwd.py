@@ -1,14 +1,14 @@
 """layer_norm_bwd, Triton. Implements LN.4 to LN.6 of tfm_kernels/ops/layer_norm.py.
 
-Owns:    one program = every programs-th group of block_m rows, and one row each of partial dweight and dbias, which a
-         second launch adds up in a fixed order and rounds to the parameters' types. Rows of up to 8192 features (4096
-         unaligned) stay in registers, and so do the partial sums; longer ones are walked twice (the second walk finds
-         them in L2), and the partial sums lie in memory.
+Owns:    one program = every programs-th group of block_m rows. Rows of up to 16384 features stay in registers (8192
+         unaligned); those of half as many leave room there for partial sums of dweight and dbias, a row of each from
+         each program, which a second launch adds up. Longer rows are walked twice (the second walk finds them in L2).
+         Where sums have no room, a launch of their own reads dy and z once more (_layer_norm_sums.py).
 Traffic: reads dy, z (and dz), writes dx (and dresidual, which differs from dx only under dropout), M*N each;
-         programs*N float32 twice for each of dweight and dbias.
+         programs*N float32 twice for each of dweight and dbias, or dy and z again.
 Limits:  N <= 65536; float16, bfloat16, float32 in any mixture; sums float32. No float64, no atomics. Products
          and sums are fused.
-Config:  pick_config() below; timed on an H200.
+Config:  pick_config() below; timed on an H200, but for rows of more than 8192 features.
 Source:  own work.
 """
 
@@ -21,14 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _launch
-from ._tile import inside, keep_blocks, load_row_numbers, load_tile, sum_of_rows
+from . import _launch, _layer_norm_sums
+from ._layer_norm_sums import load_statistics
+from ._tile import inside, keep_blocks, load_row_numbers, sum_of_rows
 
 MAX_FEATURES = 65536
 # As in layer_norm_fwd: compilations for one combination of storage types and of optional arguments, all shapes:
-# nine launches of aligned rows, eight of others, and the second launch.
-MAX_COMPILATIONS = 18
-SUM_BLOCK_M, SUM_BLOCK_N = 32, 64  # partial sums that a program of the second launch adds up at once
+# ten launches of aligned rows, nine of others, and those that sum over rows.
+MAX_COMPILATIONS = 19 + _layer_norm_sums.MAX_COMPILATIONS
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,11 @@ class Config:
         block_m: rows that a program holds at once.
         block_n: features held at once, a power of two; less than N: the row is walked in pieces.
         num_warps: warps of one program.
-        num_stages: 2 asks for the next rows while these are computed, by copies to shared memory; 3: those after.
-        programs: how many programs share the rows; each leaves one row of partial sums.
+        num_stages: 2 asks for the next rows, or pieces of one, while these are computed, by copies to shared memory; 3:
+            for those after, too.
+        programs: how many programs share the rows.
         max_registers: of a thread; None: what the compiler takes.
+        holds_sums: whether each program leaves one row of partial sums, which it holds in registers.
     """
 
     block_m: int
@@ -50,6 +52,7 @@ class Config:
     num_stages: int
     programs: int
     max_registers: int | None
+    holds_sums: bool = True
 
 
 def pick_config(rows: int, features: int, aligned: bool, capability: tuple[int, int]) -> Config:
@@ -60,9 +63,11 @@ def pick_config(rows: int, features: int, aligned: bool, capability: tuple[int, 
     are read element by element, which takes registers: half as many or fewer, not asked for ahead. Two rows ahead took
     0.67 to 0.89 of the time of one on an H200, for more shared memory.
     """
-    walks = features > (8192 if aligned else 4096)
-    block_n = 4096 if walks else max(64, _launch.next_power_of_2(features))
-    if features > (4096 if aligned else 2048):
+    room = 8192 if aligned else 4096  # features with their sums
+    block_n = max(64, _launch.next_power_of_2(features))
+    if features > 2 * room:
+        block_n = 4096
+    if features > room // 2:
         block_m, num_warps, each = 1, 16, 1
     elif not aligned:
         block_m, num_warps, each = max(1, 1024 // block_n), 8, 2
@@ -74,23 +79,15 @@ def pick_config(rows: int, features: int, aligned: bool, capability: tuple[int, 
     programs = max(1, min(programs, _launch.cdiv(rows, block_m)))
     limit = (168 if num_warps == 4 else 128) if aligned else None
     ahead = 3 if capability[0] == 9 else 2
-    return Config(block_m, block_n, num_warps, ahead if aligned and not walks else 1, programs, limit)
+    if room < features <= 2 * room:  # float32 rows and their dz are 192 KiB
+        ahead = 2 if capability[0] in (9, 10) else 1
+    return Config(block_m, block_n, num_warps, ahead if aligned else 1, programs, limit, features <= room)
 
 
 _RUNTIME = (
-    "dy_ptr", "dz_ptr", "z_ptr", "mean_ptr", "rstd_ptr", "weight_ptr", "dx_ptr", "dresidual_ptr", "dweight_ptr",
-    "dbias_ptr", "seed_ptr", "rows_ptr", "M", "N", "dy_stride_m", "dz_stride_m", "z_stride_m", "eps_outside", "divisor",
-    "scale", "last_dropped",
+    "dy_ptr", "dz_ptr", "z_ptr", "mean_ptr", "rstd_ptr", "weight_ptr", "dx_ptr", "dresidual_ptr", "seed_ptr",
+    "rows_ptr", "M", "N", "dy_stride_m", "dz_stride_m", "z_stride_m", "eps_outside", "divisor", "scale", "last_dropped",
 )  # fmt: skip
-
-
-@triton.jit
-def load_statistics(mean_ptr, rstd_ptr, offs_m, M, BLOCK_M: tl.constexpr):
-    """(BLOCK_M,) each: mean, 0 for RMSNorm, and rstd."""
-    mean = tl.zeros((BLOCK_M,), tl.float32)
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + offs_m, mask=offs_m < M, other=0.0)
-    return mean, tl.load(rstd_ptr + offs_m, mask=offs_m < M, other=0.0)
 
 
 @triton.jit
@@ -151,7 +148,7 @@ def gradient(g, centred, rstd, dot, offset):
 @triton.jit
 def row_dots(dots, rstd, eps_outside, divisor):
     """(BLOCK_M,) of a tile of g (z - mean): its rows' means, times a of LN.4."""
-    # the root's share of 1 / rstd, which is 1 / a; where no more than its rounding is left of it, nothing is of the dots
+    # the root's share of 1 / rstd, which is 1 / a; where it is no more than its rounding, the dots are nothing
     share = tl.maximum(1.0 - eps_outside * rstd, 2.0**-24)
     return row_sums(dots) / (divisor * share)
 
@@ -169,20 +166,21 @@ def store_gradients(
         store(dz, dresidual_ptr, offs_m, offs_n, M, N, ALIGNED)
         row_numbers = by_row(load_row_numbers(rows_ptr, offs_m, M))
         # where no registers are left (tests/aot/layer_norm.json), or memory is waited for
-        FRUGAL: tl.constexpr = PARTS * RUN <= 512 or dx_ptr.dtype.element_ty != tl.bfloat16
+        SIZE: tl.constexpr = PARTS * RUN
+        FRUGAL: tl.constexpr = SIZE <= 512 or SIZE > 8192 or dx_ptr.dtype.element_ty != tl.bfloat16
         keep = keep_blocks(seed_ptr, row_numbers, columns(first // 4, PARTS, RUN // 4), last_dropped, FRUGAL)
         dz = tl.where(keep.reshape(BLOCK_M, PARTS, RUN), dz * scale, 0.0)
     store(dz, dx_ptr, offs_m, offs_n, M, N, ALIGNED)
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit(do_not_specialize=(*_RUNTIME, "dweight_ptr", "dbias_ptr"))
 def layer_norm_bwd_kernel(
     dy_ptr, dz_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, seed_ptr,
     rows_ptr, M: tl.int64, N: tl.int32, dy_stride_m: tl.int64, dz_stride_m: tl.int64, z_stride_m: tl.int64,
     eps_outside, divisor, scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows that stay in registers, N <= BLOCK_N; dweight_ptr and dbias_ptr are (programs, N).
+    """Rows that stay in registers, N <= BLOCK_N; dweight_ptr and dbias_ptr are (programs, N), or None.
 
     What columns that do not exist hold meets what others do in row_sums alone, where their g of 0 meets z - mean, which
     is finite as xhat need not be.
@@ -226,37 +224,29 @@ def layer_norm_bwd_kernel(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def layer_norm_bwd_walk_kernel(
-    dy_ptr, dz_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, seed_ptr,
+    dy_ptr, dz_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dresidual_ptr, seed_ptr,
     rows_ptr, M: tl.int64, N: tl.int32, dy_stride_m: tl.int64, dz_stride_m: tl.int64, z_stride_m: tl.int64,
     eps_outside, divisor, scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row at a time, BLOCK_M = 1, in pieces of BLOCK_N < N; dweight_ptr and dbias_ptr are (programs, N) zeros."""
+    """One row at a time, BLOCK_M = 1, in pieces of BLOCK_N < N; their sums over rows are another launch's."""
     offs_0 = tl.zeros((BLOCK_M,), tl.int64)
-    offs_p = offs_0 + tl.program_id(0)
-    programs = tl.num_programs(0)
-    for group in range(tl.program_id(0), M, programs):
+    for group in range(tl.program_id(0), M, tl.num_programs(0)):
         offs_m = offs_0 + group
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, offs_m, M, BLOCK_M)
         dots = tl.zeros((BLOCK_M, 1, BLOCK_N), tl.float32)
         sums = tl.zeros((BLOCK_M, 1, BLOCK_N), tl.float32)
-        for first in range(0, N, BLOCK_N):
+        for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
             offs_n = columns(first, 1, BLOCK_N)
             g = load(dy_ptr, offs_m, offs_n, M, N, dy_stride_m, ALIGNED)
             centred = load(z_ptr, offs_m, offs_n, M, N, z_stride_m, ALIGNED) - by_row(mean)
-            if dweight_ptr is not None:
-                before = load(dweight_ptr, offs_p, offs_n, programs, N, N, ALIGNED)
-                store(before + g * by_row(rstd) * centred, dweight_ptr, offs_p, offs_n, programs, N, ALIGNED)
-            if dbias_ptr is not None:
-                before = load(dbias_ptr, offs_p, offs_n, programs, N, N, ALIGNED)
-                store(before + g, dbias_ptr, offs_p, offs_n, programs, N, ALIGNED)
             if weight_ptr is not None:
                 g *= load(weight_ptr, offs_0, offs_n, 1, N, 0, ALIGNED)
             dots += g * centred
             if mean_ptr is not None:
                 sums += g
         dot, offset = row_dots(dots, rstd, eps_outside, divisor), row_sums(sums) / N
-        for first in range(0, N, BLOCK_N):
+        for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
             offs_n = columns(first, 1, BLOCK_N)
             g = load(dy_ptr, offs_m, offs_n, M, N, dy_stride_m, ALIGNED)
             centred = load(z_ptr, offs_m, offs_n, M, N, z_stride_m, ALIGNED) - by_row(mean)
@@ -266,33 +256,6 @@ def layer_norm_bwd_walk_kernel(
                 gradient(g, centred, rstd, dot, offset), dz_ptr, dx_ptr, dresidual_ptr, seed_ptr, rows_ptr, offs_m,
                 first, M, N, dz_stride_m, scale, last_dropped, 1, BLOCK_M, BLOCK_N, ALIGNED,
             )  # fmt: skip
-        tl.debug_barrier()  # the partial sums may be read back by other threads than those that wrote them
-
-
-@triton.jit(do_not_specialize=("dweight_ptr", "dbias_ptr", "dweight_sum_ptr", "dbias_sum_ptr", "P", "N"))
-def layer_norm_bwd_sum_kernel(
-    dweight_ptr, dbias_ptr, dweight_sum_ptr, dbias_sum_ptr, P: tl.int32, N: tl.int32,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Adds up (P, N) partial sums; one program = BLOCK_N columns. Grid axis 1: dweight, dbias."""
-    if tl.program_id(1) == 0:
-        if dweight_ptr is not None:
-            sum_columns(dweight_ptr, dweight_sum_ptr, P, N, BLOCK_M, BLOCK_N)
-    else:
-        if dbias_ptr is not None:
-            sum_columns(dbias_ptr, dbias_sum_ptr, P, N, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def sum_columns(partial_ptr, sum_ptr, P, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """sum_ptr (N,) = partial_ptr (P, N) summed over its rows, for one program's columns."""
-    first = tl.program_id(0) * BLOCK_N
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for p in range(0, P, BLOCK_M):
-        offs_p = tl.zeros((BLOCK_M,), tl.int64) + p + tl.arange(0, BLOCK_M)
-        total += load_tile(partial_ptr, offs_p, first, P, N, N, BLOCK_M, BLOCK_N, False)
-    offs_n = first + tl.arange(0, BLOCK_N)
-    tl.store(sum_ptr + offs_n, tl.sum(total, 0), mask=offs_n < N)
 
 
 def layer_norm_bwd(
@@ -318,24 +281,35 @@ def layer_norm_bwd(
     dy2, z2, dz2 = _launch.rows(dy), _launch.rows(z), None if dz is None else _launch.rows(dz)
     weight = None if weight is None else weight.contiguous()
     aligned = _launch.aligned(N, dy2, z2, dz2, weight)
-    config = pick_config(M, N, aligned, _launch.capability(z))
-    # a walk adds to its partial sums; without rows there is nothing to launch
-    new = torch.zeros if N > config.block_n or M == 0 else torch.empty
+    capability = _launch.capability(z)
+    config = pick_config(M, N, aligned, capability)
+    apart = None if config.holds_sums else _layer_norm_sums.pick_config(M, N, aligned, capability)
+    parts = config.programs if apart is None else apart.parts
+    new = torch.zeros if M == 0 else torch.empty  # without rows there is nothing to launch
     dweights, dbiases = (
-        new((config.programs, N if needed else 0), dtype=torch.float32, device=z.device)
-        for needed in (need_weight, need_bias)
+        new((parts, N), dtype=torch.float32, device=z.device) if needed else None for needed in (need_weight, need_bias)
     )
     dtypes = [rstd.dtype if parameter is None else parameter.dtype for parameter in (weight, bias)]
+    direct = M == 0 or (parts == 1 and dtypes == [torch.float32] * 2)
+    dweight, dbias = (
+        partial[0].to(dtype)
+        if direct and partial is not None
+        else torch.empty((0 if partial is None else N,), dtype=dtype, device=z.device)
+        for partial, dtype in zip((dweights, dbiases), dtypes, strict=True)
+    )
     if M == 0:
-        return dx, dresidual, dweights[0].to(dtypes[0]), dbiases[0].to(dtypes[1])
+        return dx, dresidual, dweight, dbias
 
-    kernel = layer_norm_bwd_kernel if N <= config.block_n else layer_norm_bwd_walk_kernel
+    mean_rows, rstd = None if rms else mean.contiguous(), rstd.contiguous()
+    sums = (
+        {"dweight_ptr": dweights, "dbias_ptr": dbiases} if apart is None else {"dweight_ptr": None, "dbias_ptr": None}
+    )
+    walks = N > config.block_n
     with _launch.on(z):
         _launch.launch(
-            kernel, (config.programs,),
-            dy_ptr=dy2, dz_ptr=dz2, z_ptr=z2, mean_ptr=None if rms else mean.contiguous(), rstd_ptr=rstd.contiguous(),
-            weight_ptr=weight, dx_ptr=dx, dresidual_ptr=dresidual if dropped else None,
-            dweight_ptr=dweights if need_weight else None, dbias_ptr=dbiases if need_bias else None,
+            layer_norm_bwd_walk_kernel if walks else layer_norm_bwd_kernel, (config.programs,),
+            dy_ptr=dy2, dz_ptr=dz2, z_ptr=z2, mean_ptr=mean_rows, rstd_ptr=rstd,
+            weight_ptr=weight, dx_ptr=dx, dresidual_ptr=dresidual if dropped else None, **({} if walks else sums),
             seed_ptr=seed if dropped else None,
             rows_ptr=dropout_rows.contiguous() if dropped and dropout_rows is not None else None,
             M=M, N=N, dy_stride_m=dy2.stride(0), dz_stride_m=0 if dz2 is None else dz2.stride(0),
@@ -345,18 +319,11 @@ def layer_norm_bwd(
             STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=True,
             maxnreg=config.max_registers,
         )  # fmt: skip
-        if config.programs == 1 and dtypes == [torch.float32] * 2:
-            return dx, dresidual, dweights[0], dbiases[0]
-        dweight, dbias = (
-            torch.empty(partial.shape[1:], dtype=dtype, device=z.device)
-            for partial, dtype in zip((dweights, dbiases), dtypes, strict=True)
-        )
-        if not (need_weight or need_bias):
-            return dx, dresidual, dweight, dbias
-        _launch.launch(
-            layer_norm_bwd_sum_kernel, (_launch.cdiv(N, SUM_BLOCK_N), 2),
-            dweight_ptr=dweights if need_weight else None, dbias_ptr=dbiases if need_bias else None,
-            dweight_sum_ptr=dweight if need_weight else None, dbias_sum_ptr=dbias if need_bias else None,
-            P=config.programs, N=N, BLOCK_M=SUM_BLOCK_M, BLOCK_N=SUM_BLOCK_N, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        if need_weight or need_bias:
+            if apart is not None:
+                _layer_norm_sums.launch_columns(apart, dy2, z2, mean_rows, rstd, dweights, dbiases, aligned)
+            if not direct:
+                _layer_norm_sums.launch_sum(
+                    dweights, dbiases, dweight if need_weight else None, dbias if need_bias else None, parts, N
+                )
     return dx, dresidual, dweight, dbias
