@@ -336,14 +336,17 @@ def test_a_dropout_that_no_declaration_names_is_refused_by_patch(recipes, named)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_right_declarations_are_taken_in_every_dtype(recipes, dtype):
+    declare_norms()
     tfk.patching.declare_layer_norm(LayerNorm, weight="gamma", bias="beta", unbiased=True)
     tfk.patching.declare_residual(SublayerConnection, norm="norm", dropout="dropout")
     tfk.patching.declare_feed_forward(Gelu, first="fc1", second="fc2", activation="gelu", dropout="dropout")
     for eps in (0.0, 1e-12, 1e-5):
         for width in (1, 2, 17, 768):
             parts = [LayerNorm(width, eps), SublayerConnection(width, 0.5), Gelu(width, 8, 0.5)]
+            parts += [StdNorm(width, eps), RMSNorm(width, eps), RootNorm(width, eps), AddAndNorm(RMSNorm(width), 0.5)]
             model = nn.ModuleList(parts).to(dtype)
             for parameter in model.parameters():
                 nn.init.normal_(parameter)
-            assert len(tfk.patch(model).replaced) >= 4
+            replaced = {entry.name for entry in tfk.patch(model).replaced}
+            assert {str(number) for number in range(len(parts))} <= replaced
     assert len(tfk.patch(nn.ModuleList([LayerNorm(16), SublayerConnection(16)]).to("meta")).replaced) >= 3

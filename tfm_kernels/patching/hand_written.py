@@ -3,6 +3,7 @@
     tfk.patching.declare_attention(MultiHeadAttention, query="w_q", key="w_k", value="w_v", out="w_o", heads="heads")
     tfk.patching.declare_feed_forward(PositionwiseFeedForward, first="fc1", second="fc2", dropout="dropout")
     tfk.patching.declare_layer_norm(LayerNorm, weight="gamma", bias="beta", eps="eps", unbiased=True)
+    tfk.patching.declare_rms_norm(RMSNorm, weight="scale", eps=1e-6)
     tfk.patching.declare_residual(ResidualConnection, norm="norm", dropout="dropout", sublayer="sublayer")
     tfk.patch(model)
 
