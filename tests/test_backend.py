@@ -105,10 +105,8 @@ def test_explain_lists_every_backend_and_the_choice(x):
     assert "aten      cannot: PyTorch's layer_norm has no N - 1 variance" in text
     assert text.splitlines()[-1].startswith("  -> ")
     entry = _backend.OPS["layer_norm"]
-    for features, words in (
-        (8192, "proven on an H200"),
-        (8200, "not proven on a GPU with gradients of more than 8192"),
-    ):
+    told = {8192: "proven on an H200", 8200: "not proven on a GPU with gradients", 4097: "not proven on a GPU"}
+    for features, words in told.items():
         call = _backend.described("explain", entry, (x.new_empty(4, features).requires_grad_(),), {})
         assert entry.remarks["triton"](call).startswith(words)
     for name in ("layernorm", "attention_weights"):  # the latter has no backends to choose from

@@ -28,7 +28,7 @@ from .. import _autograd, _check, _library
 from .._backend import PROVEN, Choices, Op, StandIn, register, select
 from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
-from .layer_norm_call import Call, bucket, describe, prefer
+from .layer_norm_call import Call, bucket, describe, prefer, unproven_on_gpu
 
 COMPILED = ("cpu", "triton", "cuda")
 
@@ -96,8 +96,8 @@ def _triton_support(call: Call) -> str | None:
 
 
 def _triton_remark(call: Call) -> str:
-    if call.training and call.features > 8192:
-        return "not proven on a GPU with gradients of more than 8192 features; name it explicitly"
+    if unproven_on_gpu(call):
+        return "not proven on a GPU with gradients of so many features; name it explicitly"
     return PROVEN["triton"]
 
 
