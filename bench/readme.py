@@ -60,20 +60,25 @@ def matrix() -> str:
 def _cell(op: _backend.Op, backend: str, notes: list[str]) -> str:
     if backend not in op.support:
         return "-"
-    reasons = {what: _reason(op, backend, arguments) for what, arguments in _probes(op.name).items()}
+    calls = {what: _call(op, backend, arguments) for what, arguments in _probes(op.name).items()}
+    reasons = {what: _reason(op, backend, call) for what, call in calls.items()}
     if reasons[""] is not None:
         return f"no ({_note(reasons[''], notes)})"
     marks = [_note(f"not {what}: {reason}", notes) for what, reason in reasons.items() if reason is not None]
-    if backend in op.remarks:
-        marks.append(_note(op.remarks[backend], notes))
+    remark = op.remark(backend, calls[""])
+    if remark is not None:
+        marks.append(_note(remark, notes))
     return "yes" + (f" ({', '.join(map(str, marks))})" if marks else "")
 
 
-def _reason(op: _backend.Op, backend: str, arguments: Mapping[str, Any]) -> str | None:
-    """What SUPPORT answers to tensors on the backend's own device; the table is about the code, not this machine."""
+def _call(op: _backend.Op, backend: str, arguments: Mapping[str, Any]) -> Any:
+    """A call with tensors on the backend's own device; the table is about the code, not this machine."""
     call = op.describe(**arguments)
-    if backend in ("triton", "cuda"):
-        call = _on_gpu(call)
+    return _on_gpu(call) if backend in ("triton", "cuda") else call
+
+
+def _reason(op: _backend.Op, backend: str, call: Any) -> str | None:
+    """What SUPPORT answers."""
     reason = op.support[backend](call)
     return None if backend != "cpu" and reason in _library.kernels().values() else reason
 
@@ -100,10 +105,11 @@ def _probes(op: str) -> dict[str, dict[str, Any]]:
     dropout = {"dropout_p": 0.5, "seed": seed}
     if op in ("layer_norm", "rms_norm"):
         plain: dict[str, Any] = {"x": x, "weight": w}
-        return {"": plain} | ({"`unbiased=True`": {**plain, "unbiased": True}} if op == "layer_norm" else {})
+        probes = {"": plain, "`eps_outside`": {**plain, "eps_outside": 1e-6}}
+        return probes | ({"`unbiased=True`": {**plain, "unbiased": True}} if op == "layer_norm" else {})
     if op in ("add_layer_norm", "add_rms_norm"):
         plain = {"x": x, "residual": x, "weight": w}
-        probes = {"": plain, "with dropout": {**plain, **dropout}}
+        probes = {"": plain, "`eps_outside`": {**plain, "eps_outside": 1e-6}, "with dropout": {**plain, **dropout}}
         return probes | ({"`unbiased=True`": {**plain, "unbiased": True}} if op == "add_layer_norm" else {})
     if op == "ffn":
         plain = {"x": x, "w1": torch.zeros(4, 8), "b1": None, "w2": torch.zeros(8, 4), "b2": None}

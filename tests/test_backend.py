@@ -108,7 +108,7 @@ def test_explain_lists_every_backend_and_the_choice(x):
     told = {8192: "proven on an H200", 8200: "not proven on a GPU with gradients", 4097: "not proven on a GPU"}
     for features, words in told.items():
         call = _backend.described("explain", entry, (x.new_empty(4, features).requires_grad_(),), {})
-        assert entry.remarks["triton"](call).startswith(words)
+        assert entry.remark("triton", call).startswith(words)
     for name in ("layernorm", "attention_weights"):  # the latter has no backends to choose from
         words = f"explain: op must be one of .*layer_norm.*, the functions that take backend=, got '{name}'"
         with pytest.raises(ValueError, match=words):

@@ -64,6 +64,11 @@ class Op:
     stand_in: Callable[[Any], StandIn]
     remarks: Mapping[str, str | Callable[[Any], str]] = field(default_factory=dict)
 
+    def remark(self, backend: str, call: Any) -> str | None:
+        """What explain() adds of a backend that can run the call."""
+        remark = self.remarks.get(backend)
+        return remark(call) if callable(remark) else remark
+
 
 OPS: dict[str, Op] = {}
 
@@ -318,7 +323,5 @@ def _answer(op: Op, call: Any, backend: str) -> str:
     reason = why_not(op, call, backend)
     if reason is not None:
         return f"cannot: {reason}"
-    remark = op.remarks.get(backend)
-    if remark is None:
-        return "can"
-    return f"can: {remark if isinstance(remark, str) else remark(call)}"
+    remark = op.remark(backend, call)
+    return "can" if remark is None else f"can: {remark}"

@@ -11,10 +11,10 @@ from .. import _backend, _check, _library, _measured
 
 # (residual, training, 16 bits) -> elements from which cpu is faster than aten. A small call is decided by its fixed
 # cost, a large one by the kernels. Times over those of aten called from here, with AVX-512 (2.1 GHz Xeon), at 1 x 384,
-# 1 x 768, 16 x 384, 64 x 512 and 128 x 768: float32 0.87, 0.86, 0.78, 0.82 and 0.68, in training 1.05, 1.03, 1.00, 1.01
-# and 0.95; bfloat16 0.87, 0.87, 0.76, 0.68 and 0.52, in training 1.08, 1.03, 0.91, 0.79 and 0.59; with a residual 0.5 to
-# 0.7, in training 0.6 to 1.0.
-_XEON = {
+# 1 x 768, 16 x 384, 64 x 512 and 128 x 768: float32 0.87, 0.86, 0.78, 0.82 and 0.68, in training 1.05, 1.03, 1.00,
+# 1.01 and 0.95; bfloat16 0.87, 0.87, 0.76, 0.68 and 0.52, in training 1.08, 1.03, 0.91, 0.79 and 0.59; with a residual
+# 0.5 to 0.7, in training 0.6 to 1.0.
+_XEON: dict[tuple[bool, ...], int] = {
     **dict.fromkeys(itertools.product((False, True), repeat=3), 0),
     (False, True, False): 1 << 16, (False, True, True): 3 << 11,
 }  # fmt: skip
