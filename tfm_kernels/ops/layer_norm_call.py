@@ -9,17 +9,18 @@ import torch
 
 from .. import _backend, _check, _library, _measured
 
+_Limits = dict[tuple[bool, ...], int]
 # (residual, training, 16 bits) -> elements from which cpu is faster than aten. A small call is decided by its fixed
 # cost, a large one by the kernels. Times over those of aten called from here, with AVX-512 (2.1 GHz Xeon), at 1 x 384,
 # 1 x 768, 16 x 384, 64 x 512 and 128 x 768: float32 0.87, 0.86, 0.78, 0.82 and 0.68, in training 1.05, 1.03, 1.00,
 # 1.01 and 0.95; bfloat16 0.87, 0.87, 0.76, 0.68 and 0.52, in training 1.08, 1.03, 0.91, 0.79 and 0.59; with a residual
 # 0.5 to 0.7, in training 0.6 to 1.0.
-_XEON: dict[tuple[bool, ...], int] = {
+_XEON: _Limits = {
     **dict.fromkeys(itertools.product((False, True), repeat=3), 0),
     (False, True, False): 1 << 16, (False, True, True): 3 << 11,
 }  # fmt: skip
 # The same on Zen 3: float32 1 x 768 7.8 us against 8.1, in training 112 against 116.
-_ZEN3 = {
+_ZEN3: _Limits = {
     (False, False, False): 96 << 10, (False, False, True): 1 << 16,
     (False, True, False): 1 << 18, (False, True, True): 1 << 17,
     (True, False, False): 0, (True, False, True): 1 << 15,
@@ -27,7 +28,7 @@ _ZEN3 = {
 }  # fmt: skip
 # And on Zen 4, against aten called from here: float32 0.94 at 1 x 384, in training 1.04 and 0.98; 16 bits 1.00 at 1
 # x 384, in training 1.07 and 0.96; with a residual, at 1 x 384, 0.79 and 0.91.
-_ZEN4 = {
+_ZEN4: _Limits = {
     **dict.fromkeys(_XEON, 0), (False, True, False): 1 << 16, (False, True, True): 3 << 13,
 }  # fmt: skip
 _CPU_FROM = {_library.XEON: _XEON, _library.ZEN3: _ZEN3, _library.ZEN4: _ZEN4}
