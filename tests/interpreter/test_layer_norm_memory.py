@@ -35,11 +35,8 @@ def test_no_byte_outside(shape, block_n, dtype, monkeypatch):
 
     def run(backend):
         y, z, mean, rstd = FWD[backend](x, residual, weight, bias, 1e-5, 1e-3, False, False, 0.4, seed, numbers)
-        return (
-            y,
-            z,
-            *BWD[backend](dy, dz, z, mean, rstd, weight, bias, 1e-3, False, False, 0.4, seed, numbers, True, True),
-        )
+        options = (1e-3, False, False, 0.4, seed, numbers, True, True)
+        return y, z, *BWD[backend](dy, dz, z, mean, rstd, weight, bias, *options)
 
     expected = run("cpu")
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: fenced(empty(*args, **kwargs)))

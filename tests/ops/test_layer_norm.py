@@ -338,36 +338,12 @@ def test_double_backward():
 @pytest.mark.parametrize("residual", [True, False])
 def test_opcheck(dtype, residual):
     x, weight = randn(3, 8, dtype=dtype).requires_grad_(), randn(8, dtype=dtype, seed=1).requires_grad_()
-    args = (
-        x,
-        x.detach() if residual else None,
-        weight,
-        None,
-        1e-5,
-        1e-3,
-        not residual,
-        False,
-        0.3 * residual,
-        SEED,
-        None,
-    )
+    tail = (1e-3, not residual, False, 0.3 * residual, SEED, None)
+    args = (x, x.detach() if residual else None, weight, None, 1e-5, *tail)
     torch.library.opcheck(FWD["cpu"], args)
     y, z, mean, rstd = FWD["cpu"](*args)
     parameters = weight.detach(), weight.detach() if residual else None
-    args = (
-        y.detach(),
-        None,
-        x.detach(),
-        mean,
-        rstd,
-        *parameters,
-        1e-3,
-        not residual,
-        False,
-        0.3 * residual,
-        SEED,
-        None,
-    )
+    args = (y.detach(), None, x.detach(), mean, rstd, *parameters, *tail)
     torch.library.opcheck(BWD["cpu"], (*args, True, residual))
 
 
