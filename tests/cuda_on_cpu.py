@@ -7,8 +7,8 @@ import pytest
 
 from tfm_kernels._backend import Choices
 
-# ops whose csrc/cuda kernels run here, -> what they cannot, device aside
-OPS = {"layer_norm": "_gpu_support", "attention": "_gpu_cannot", "ffn": "_gpu_support"}
+# modules of ops whose csrc/cuda kernels run here -> what they cannot, device aside
+OPS = {"layer_norm_call": "_gpu_support", "attention": "_gpu_cannot", "ffn": "_gpu_support"}
 
 
 def answer_for_cpu_tensors(set_item):

@@ -18,17 +18,16 @@ Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; Zhang, Sennrich 2019, arXiv:19
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _autograd, _check, _library
-from .._backend import PROVEN, Choices, Op, StandIn, register, select
+from .._backend import Choices, Op, StandIn, register, select
 from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
-from .layer_norm_call import Call, bucket, describe, prefer, unproven_on_gpu
+from .layer_norm_call import REMARKS, SUPPORT, Call, bucket, describe, prefer
 
 COMPILED = ("cpu", "triton", "cuda")
 
@@ -74,43 +73,7 @@ BWD = _library.declare(
 _apply = _autograd.differentiate(FWD, BWD, like="z", absent={"z": ("residual", "x")}, shared={"dresidual": "dx"})
 
 
-def _aten_support(call: Call) -> str | None:
-    if call.eps_outside:
-        return "PyTorch's norms have no eps outside of the root"
-    return "PyTorch's layer_norm has no N - 1 variance" if call.unbiased else None
-
-
-def _cpu_support(call: Call) -> str | None:
-    return _library.unreachable(call.device, "cpu") or _library.missing("layer_norm", "cpu")
-
-
-def _gpu_support(call: Call) -> str | None:
-    """What the kernels of both GPU backends cannot."""
-    if call.dtype == torch.float64:
-        return "has no float64 kernels"
-    return f"needs at most 65536 features, got {call.features}" if call.features > 65536 else None
-
-
-def _triton_support(call: Call) -> str | None:
-    return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("layer_norm", "triton")
-
-
-def _triton_remark(call: Call) -> str:
-    if unproven_on_gpu(call):
-        return "not proven on a GPU with gradients of so many features; name it explicitly"
-    return PROVEN["triton"]
-
-
-def _cuda_support(call: Call) -> str | None:
-    return _library.unreachable(call.device, "cuda") or _gpu_support(call) or _library.missing("layer_norm", "cuda")
-
-
-SUPPORT = {
-    "reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support, "triton": _triton_support,
-    "cuda": _cuda_support,
-}  # fmt: skip
 PREFER = prefer
-REMARKS: dict[str, str | Callable[[Any], str]] = {**PROVEN, "triton": _triton_remark}
 _CHOICES = Choices()
 
 
@@ -173,6 +136,8 @@ def _stand_in(call: Call) -> StandIn:
     x = torch.randn(call.rows, call.features, dtype=call.dtype, device=call.device)
     weight = torch.ones(call.features, dtype=torch.float32 if call.mixed else call.dtype, device=call.device)
     options: dict[str, Any] = {"dropout_p": call.dropout_p} if call.residual else {}
+    if call.eps_outside:
+        options["eps_outside"] = 1e-6
     if not call.rms:
         options |= {"bias": torch.zeros_like(weight), "unbiased": call.unbiased}
     sums = (torch.randn_like(x),) if call.residual else ()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,6 +51,44 @@ class Call:
     eps_outside: bool
     dropout_p: float
     training: bool
+
+
+def _aten_support(call: Call) -> str | None:
+    if call.eps_outside:
+        return "PyTorch's norms have no eps outside of the root"
+    return "PyTorch's layer_norm has no N - 1 variance" if call.unbiased else None
+
+
+def _cpu_support(call: Call) -> str | None:
+    return _library.unreachable(call.device, "cpu") or _library.missing("layer_norm", "cpu")
+
+
+def _gpu_support(call: Call) -> str | None:
+    """What the kernels of both GPU backends cannot."""
+    if call.dtype == torch.float64:
+        return "has no float64 kernels"
+    return f"needs at most 65536 features, got {call.features}" if call.features > 65536 else None
+
+
+def _triton_support(call: Call) -> str | None:
+    return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("layer_norm", "triton")
+
+
+def _triton_remark(call: Call) -> str:
+    if unproven_on_gpu(call):
+        return "not proven on a GPU with gradients of so many features; name it explicitly"
+    return _backend.PROVEN["triton"]
+
+
+def _cuda_support(call: Call) -> str | None:
+    return _library.unreachable(call.device, "cuda") or _gpu_support(call) or _library.missing("layer_norm", "cuda")
+
+
+SUPPORT = {
+    "reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support, "triton": _triton_support,
+    "cuda": _cuda_support,
+}  # fmt: skip
+REMARKS: dict[str, str | Callable[[Any], str]] = {**_backend.PROVEN, "triton": _triton_remark}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
