@@ -17,8 +17,8 @@ SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh'
   'tests/ptx/*.cpp' 'tests/ptx/*.h')
 SANITIZED := build/sanitized
 
-.PHONY: build triton lint test test-all simt aside ptx ptx-attention interpreted interpreted-attention sanitize aarch64 \
-  demo bench gpu clean
+.PHONY: build triton lint test test-all rest ops patched simt aside ptx ptx-attention interpreted interpreted-attention \
+  sanitize sanitized-cpu sanitized-cuda aarch64 demo bench gpu clean
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -40,11 +40,10 @@ triton: build
 	$(BIN)/python -c "import importlib.util as u; raise SystemExit(u.find_spec('triton') is None)" \
 	  || test -z "$(TRITON)" || $(INSTALL) $(TRITON)
 
-# First what runs the CPU kernels, on all cores; then what needs one thread, two processes at a time, the longest first.
-# Triton's kernels run interpreted in processes of their own; their exit code 5 says that triton is not installed.
+# Two processes at a time, what takes longest first; what Triton and the machine run needs one thread. Triton's kernels
+# run interpreted in processes of their own. Exit code 5 says that triton is not installed.
 test test-all: lint triton
-	$(PYTEST) $(MARKED) $(addprefix --ignore=,$(SIMT) $(ASIDE) $(PTX) $(INTERPRETED))
-	$(MAKE) -j2 MARKED='$(MARKED)' ptx-attention ptx interpreted-attention interpreted aside simt
+	$(MAKE) -j2 MARKED='$(MARKED)' interpreted-attention ptx ptx-attention patched interpreted simt aside ops rest
 
 test: MARKED := -m "not slow"
 PYTEST := $(BIN)/python -m pytest -q
@@ -52,36 +51,55 @@ SIMT := tests/simt
 ASIDE := $(addprefix tests/,aot commands generation models training)
 PTX := tests/ptx
 INTERPRETED := tests/interpreter
+PATCHED := tests/patching
+OPS := tests/ops
+# threads of one process that wait for each other leave the cores to the other process
+rest ops patched: export OMP_WAIT_POLICY := PASSIVE
+simt ptx-attention ptx aside interpreted-attention interpreted: export OMP_NUM_THREADS := 1
+interpreted-attention interpreted: export TRITON_INTERPRET := 1
+
+rest:
+	$(PYTEST) $(MARKED) $(addprefix --ignore=,$(SIMT) $(ASIDE) $(PTX) $(INTERPRETED) $(PATCHED) $(OPS))
+
+ops:
+	$(PYTEST) $(MARKED) $(OPS)
+
+patched:
+	$(PYTEST) $(MARKED) $(PATCHED)
 
 simt:
-	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(SIMT)
-
-ptx-attention:
-	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(PTX)/test_attention*.py || test $$? -eq 5
-
-ptx:
-	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(PTX) --ignore-glob='$(PTX)/test_attention*.py' || test $$? -eq 5
+	$(PYTEST) $(MARKED) $(SIMT)
 
 aside:
-	OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(ASIDE)
+	$(PYTEST) $(MARKED) $(ASIDE)
+
+ptx-attention:
+	$(PYTEST) $(MARKED) $(PTX)/test_attention*.py || test $$? -eq 5
+
+ptx:
+	$(PYTEST) $(MARKED) $(PTX) --ignore-glob='$(PTX)/test_attention*.py' || test $$? -eq 5
 
 interpreted-attention:
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(INTERPRETED)/test_attention*.py || test $$? -eq 5
+	$(PYTEST) $(MARKED) $(INTERPRETED)/test_attention*.py || test $$? -eq 5
 
 interpreted:
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(MARKED) $(INTERPRETED) \
-	  --ignore-glob='$(INTERPRETED)/test_attention*.py' || test $$? -eq 5
+	$(PYTEST) $(MARKED) $(INTERPRETED) --ignore-glob='$(INTERPRETED)/test_attention*.py' || test $$? -eq 5
 
-# the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the tree; then the CUDA kernels,
+# the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the tree, and the CUDA kernels,
 # run on the CPU
 sanitize: $(VENV)/deps
+	$(MAKE) -j2 sanitized-cpu sanitized-cuda
+
+sanitized-cpu:
 	rm -rf $(SANITIZED)/tfm_kernels $(SANITIZED)/csrc $(SANITIZED)/tests
 	mkdir -p $(SANITIZED)
 	git ls-files setup.py csrc tfm_kernels tests | tar cf - -T - | tar xf - -C $(SANITIZED)
 	cd $(SANITIZED) && CXX="c++ -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1" \
 	  TFM_KERNELS_CUDA_ARCHS= $(abspath $(BIN))/python setup.py -q build_ext --inplace
 	cd $(SANITIZED) && LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 $(abspath $(BIN))/python -m tests.sanitized
+	  ASAN_OPTIONS=detect_leaks=0 OMP_WAIT_POLICY=PASSIVE $(abspath $(BIN))/python -m tests.sanitized
+
+sanitized-cuda:
 	$(BIN)/python -m tests.simt.sanitized
 
 # the C++ kernels built for aarch64 and tested by emulation; what it needs and costs is said in the script

@@ -50,8 +50,14 @@ def operators(path):
     return {(node.domain, node.op_type) for node in onnx.load(path).graph.node}
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, norm_first",
+    [
+        pytest.param(kind, first, marks=() if first == (kind in ("translation", "masked")) else pytest.mark.slow)
+        for kind in KINDS
+        for first in (False, True)
+    ],
+)
 def test_every_model_with_padding_anywhere_at_every_size(kind, norm_first, tmp_path):
     """The examples are padded on the right; the file must also know other sizes and padding in front and between."""
     positions = "learned" if norm_first else "sinusoidal"

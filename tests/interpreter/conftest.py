@@ -7,9 +7,24 @@ Triton reads the variable when a kernel is defined, so a process has interpreted
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from tests.quick import mark_others_slow
+
+QUICK = {  # tests/ptx runs most of them too, as they are compiled
+    "test_attention.py": {
+        "test_who_sees_whom": ["causal-0.0", "all-0.3"],
+        "test_many_tiles": [],
+        "test_dropout_masks_are_those_of_the_other_backends": ["7-0.1", "130-0.1"],
+        "test_views_give_the_bits_of_contiguous_tensors": ["torch.bfloat16"],
+    },
+    "test_attention_few.py": {
+        "test_views_give_the_bits_of_contiguous_tensors": ["torch.bfloat16"],
+        "test_backward_of_another_backend": ["(True, False)", "(False, True)"],
+    },
+}
 REASON = None
 if find_spec("triton") is None:
     REASON = "triton is not installed: pip install triton"
@@ -37,3 +52,7 @@ def interpreted():
     import triton
 
     assert triton.knobs.runtime.interpret, "triton was imported before it could be told to interpret"
+
+
+def pytest_collection_modifyitems(items):
+    mark_others_slow(items, Path(__file__).parent, QUICK)

@@ -80,12 +80,22 @@ class Adapter(nn.Module):
         return 2.0 * self.base(x)
 
 
-@pytest.mark.parametrize("other", [tripled, Adapter, lambda norm: nn.LayerNorm(32), lambda norm: nn.Identity()],
-                         ids=["subclass", "adapter", "LayerNorm", "Identity"])  # fmt: skip
-@pytest.mark.parametrize("kind, compiled", [*((kind, False) for kind in LAYERS), ("llama", True)])
+OTHERS = {
+    "subclass": tripled, "adapter": Adapter, "LayerNorm": lambda norm: nn.LayerNorm(32),
+    "Identity": lambda norm: nn.Identity(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind, other, compiled",
+    [
+        *((kind, other, False) for kind in LAYERS for other in OTHERS), ("llama", "subclass", True),
+        *(pytest.param("llama", other, True, marks=pytest.mark.slow) for other in OTHERS if other != "subclass"),
+    ],
+)  # fmt: skip
 def test_a_norm_that_took_the_place_of_the_known_one_is_called(kind, other, compiled):
     model = build(kind)
-    stock, changed = copy.deepcopy(model), other(model.get_submodule(NORM))
+    stock, changed = copy.deepcopy(model), OTHERS[other](model.get_submodule(NORM))
     with tfk.patch(model) as report:
         for m in (stock, model):
             m.set_submodule(NORM, copy.deepcopy(changed))

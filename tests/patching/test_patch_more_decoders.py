@@ -127,7 +127,10 @@ def test_copies_pickles_and_the_way_back(family):
     assert torch.equal(run(model), stock)
 
 
-@pytest.mark.parametrize("family", ["cohere, normed", "glm4", "gptj", "nemotron", "bloom", "gpt_neo"])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("cohere, normed", "glm4", "nemotron", "bloom")]
+
+
+@pytest.mark.parametrize("family", ["gptj", "gpt_neo", *SLOW])
 def test_compiled(family):
     assert_compiles(build(family), run_of())
 

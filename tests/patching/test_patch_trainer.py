@@ -57,9 +57,14 @@ def trained(kind, folder, patched, **options):
     return torch.tensor([[row["loss"], row["grad_norm"]] for row in steps])
 
 
+QUICK = {"llama": OPTIONS, "gpt_neox": ["reentrant"], "phi3": ["bf16"], "bert": ["not reentrant"]}  # of every run
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind, options",
+    [pytest.param(k, o, marks=() if o in QUICK[k] else pytest.mark.slow) for k in MODELS for o in OPTIONS],
+)
 def test_three_steps(tmp_path, kind, options):
     wanted = trained(kind, tmp_path / "stock", False, **OPTIONS[options])
     given = trained(kind, tmp_path / "patched", True, **OPTIONS[options])

@@ -1,7 +1,5 @@
 """Which of the contract's cases every run compiles: a kernel takes seconds."""
 
-from collections import Counter
-
 import pytest
 
 from tests.cases import pairs_once, report_case
@@ -9,17 +7,17 @@ from tests.cases import pairs_once, report_case
 NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 
 
-def marked_cases(ops, times=1):
+def marked_cases(ops, factors=None):
     """The cases of these ops that have every pair of levels once, as parameters.
 
-    Those are slow without which the others still have every level of every factor ``times`` times, where that many are.
+    Those are slow without which the others still have every level of every factor, or of those ``factors``.
     """
-    seen, found = Counter(), []
+    seen, found = set(), []
     for case in (case for case in pairs_once() if case.op in ops):
-        levels = [(name, str(level)) for name, level in case.levels.items()]
-        quick = any(seen[level] < times for level in levels)
+        levels = {(name, str(level)) for name, level in case.levels.items() if factors is None or name in factors}
+        quick = not levels <= seen
         if quick:
-            seen.update(levels)
+            seen |= levels
         found.append(pytest.param(case, id=case.id, marks=() if quick else pytest.mark.slow))
     return found
 

@@ -1,11 +1,26 @@
 """These tests run GPU kernels as they are compiled, PTX of Triton and of nvcc, on the CPU (tests/ptx/machine)."""
 
 import zlib
+from pathlib import Path
 
 import pytest
 
 from tests.compiled import pytest_pycollect_makemodule  # noqa: F401
 from tests.cuda_on_cpu import cpu_tensors_taken
+from tests.quick import mark_others_slow
+
+QUICK = {
+    "test_attention.py": {
+        "test_who_sees_whom": [
+            *(f"cuda-{mask}-{p}" for mask in ("causal", "lengths", "window", "keep", "all") for p in (0.0, 0.3)),
+            "triton-causal-0.0", "triton-lengths-0.0", "triton-window-0.3", "triton-keep-0.0", "triton-all-0.3",
+        ],
+    },
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    mark_others_slow(items, Path(__file__).parent, QUICK)
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ FEW = (60, 40)  # one warp group
 
 WIDTHS = {64: torch.bfloat16, 104: torch.float16, 128: torch.bfloat16}
 TILES = [
-    pytest.param(dtype, width, more, marks=() if width == 64 or more in ("plain", "all") else pytest.mark.slow)
+    pytest.param(dtype, width, more, marks=() if width == 64 or more == "all" else pytest.mark.slow)
     for width, dtype in WIDTHS.items()
     for more in masks(0, 0)
 ]
@@ -100,7 +100,7 @@ def test_many_tiles(dtype, width, more, gpu):
 @pytest.mark.parametrize(
     "width, more",
     [
-        pytest.param(width, more, marks=() if width == 64 or more == "all pairs" else pytest.mark.slow)
+        pytest.param(width, more, marks=() if width == 64 or (width, more) == (128, "all pairs") else pytest.mark.slow)
         for width in WIDTHS
         for more in pairs(torch.bfloat16, *FEW)
     ],
@@ -177,8 +177,13 @@ def test_bits_are_no_more_than_the_results(monkeypatch, gpu):
     assert reads["seed_ptr"] is None and draws_again["seed_ptr"] is call.seed is not None
 
 
-@pytest.mark.parametrize("more", ["dropout", "all", "all pairs"])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    "width, more",
+    [
+        (64, "dropout"), (64, "all"), (64, "all pairs"), (128, "all"),
+        *(pytest.param(128, more, marks=pytest.mark.slow) for more in ("dropout", "all pairs")),
+    ],
+)  # fmt: skip
 def test_both_kernels_draw(width, more, gpu, monkeypatch):
     """As where there are too many pairs for a bit of each."""
     bits_of = _attention_bwd_ahead.bits_of

@@ -4,11 +4,11 @@ import pytest
 
 from tests.ptx.chosen import NORMS, assert_every_level, assert_held, marked_cases
 
-FAMILIES = {  # the ops of each -> how often its quick cases have every level
-    NORMS: 1, ("attention",): 2, ("attention_varlen",): 1, ("ffn",): 2, ("linear_cross_entropy",): 1, ("rotary",): 1,
-}  # fmt: skip
-HOPPER = [case for ops, times in FAMILIES.items() for case in marked_cases(ops, times)]
-AMPERE = [case for ops in (("attention",), ("ffn",), NORMS) for case in marked_cases(ops)]
+FAMILIES = (NORMS, ("attention",), ("attention_varlen",), ("ffn",), ("linear_cross_entropy",), ("rotary",))
+HOPPER = [case for ops in FAMILIES for case in marked_cases(ops)]
+# Triton's code for an A100 differs by what it multiplies and how wide, in each way that tensors lie
+OF_AMPERE = {("attention",): ("dtype", "d", "layout"), ("ffn",): ("dtype", "layout", "activation"), NORMS: None}
+AMPERE = [case for ops, factors in OF_AMPERE.items() for case in marked_cases(ops, factors)]
 
 
 @pytest.mark.parametrize("case", HOPPER)
@@ -23,6 +23,6 @@ def test_ampere(case, gpu):
 
 
 def test_cases_have_every_level():
-    for ops, times in FAMILIES.items():
-        assert_every_level(marked_cases(ops, times), at_most=60)
+    for ops in FAMILIES:
+        assert_every_level(marked_cases(ops), at_most=40)
     assert len(HOPPER) >= 750
