@@ -16,7 +16,7 @@ LOSSES = {
     for name, call in checks.small(linear_cross_entropy.TRITON, " 70 ").items()
     if "bfloat16" in name and "bias" in name
 }
-TURNS = rotary.TRITON.branches("cpu")
+TURNS = {name: call for name, call in rotary.TRITON.branches("cpu").items() if "bfloat16" in name}
 INT8 = {name: call for name, call in checks.small(int8_linear.TRITON, " 9 ", " 70 ").items() if "bfloat16" in name}
 INT8_BLOCKS = {
     name: call for name, call in checks.small(int8_ffn.TRITON, " 9 401", " 70 33").items() if "bfloat16" in name
@@ -96,7 +96,7 @@ def test_contract_items_of_linear_cross_entropy(tmp_path):
 
 
 def test_contract_items_of_rotary(tmp_path):
-    checks.contract_items(rotary.TRITON, tmp_path, "-d=30-", "NaN in a pair", count=2)
+    checks.contract_items(rotary.TRITON, tmp_path, "-d=30-", "NaN in a pair")
 
 
 @pytest.mark.parametrize("check", ["integers are exact", pytest.param("NaN in a row", marks=pytest.mark.slow)])
