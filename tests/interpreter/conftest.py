@@ -15,14 +15,25 @@ from tests.quick import mark_others_slow
 
 QUICK = {  # tests/ptx runs most of them too, as they are compiled
     "test_attention.py": {
+        "test_what_lies_in_padding_changes_no_bit": lambda name: "nan" in name,
+        "test_what_lies_beyond_the_last_querys_reach_changes_no_bit": lambda name: name.endswith("nan-torch.bfloat16"),
+        "test_wide_heads": lambda name: "bfloat16" in name,
+        "test_backward_of_another_backend": ["(True, False)", "(False, True)"],
         "test_who_sees_whom": ["causal-0.0", "all-0.3"],
         "test_many_tiles": [],
         "test_dropout_masks_are_those_of_the_other_backends": ["7-0.1", "130-0.1"],
         "test_views_give_the_bits_of_contiguous_tensors": ["torch.bfloat16"],
     },
     "test_attention_few.py": {
+        "test_what_lies_in_padding_changes_no_bit": lambda name: "nan" in name,
+        "test_contract_of_parts": lambda name: "bfloat16" in name or name.startswith("(3, 2, 40)"),
+        "test_who_sees_whom_in_parts": ["keep", "all"],
         "test_views_give_the_bits_of_contiguous_tensors": ["torch.bfloat16"],
         "test_backward_of_another_backend": ["(True, False)", "(False, True)"],
+    },
+    "test_attention_memory.py": {
+        "test_no_byte_outside": lambda name: "bfloat16" in name or "bhqk" in name,
+        "test_no_byte_outside_with_few_queries": lambda name: "bfloat16" in name or "(33" not in name,
     },
 }
 REASON = None

@@ -10,7 +10,7 @@ from tfm_kernels.testing import run
 from tfm_kernels.triton import _replay
 
 OPS = (NORMS, ("attention",), ("attention_varlen",), ("ffn",), ("linear_cross_entropy",), ("rotary",))
-EACH = 4
+EACH = 3
 QUICK = [[p.values[0] for p in marked_cases(ops) if not p.marks] for ops in OPS]
 CASES = [case for cases in QUICK for case in cases[:: max(1, len(cases) // EACH)]]
 # norms of rows that have a launch for their sums over rows, and of those that are walked
