@@ -2,17 +2,21 @@
 
 import os
 import re
+import sys
 import zlib
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from tests import ninja
+from tests.aot.sass import TOOLS
 from tfm_kernels import diagnosis
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((Path(__file__).resolve().parent / "machine").glob("*.cpp"))
+KERNELS = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 
 RULES = """\
 cxx = {cxx}
@@ -26,30 +30,48 @@ rule link
   command = $cxx -shared $in -o $out
   description = link $out
 """
-# csrc/cuda: kernels and launchers as in setup.py but that there is PTX alone, readable; bindings for CPU tensors
+# csrc/cuda: bindings for CPU tensors; kernels and launchers too where setup.py made none with PTX
 CUDA_RULES = """\
 nvcc = {nvcc}
 torch = -isystem {torch}/include
 rule kernels
-  command = $nvcc -MMD -MF $out.d -std=c++20 {flags} -DNDEBUG -lineinfo --no-compress $
+  command = $nvcc -MMD -MF $out.d -std=c++20 {flags} -DNDEBUG -lineinfo $
     -gencode=arch=compute_80,code=compute_80 -Xcompiler -fPIC,-fvisibility=hidden -c $in -o $out
   depfile = $out.d
   deps = gcc
-  description = PTX of $in
+  description = kernels $in
 rule host
   command = $nvcc -MMD -MF $out.d -std=c++20 -x c++ -Xcompiler -fPIC,-fvisibility=hidden,-Wno-psabi -DTFM_CPU_TENSORS $
     -I{here}/include $torch -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = host $in
+rule ptx
+  command = {tools}/cuobjdump -xptx all $in
+  description = PTX of $in
+rule join
+  command = cat $in > $out
 rule link_cuda
   command = $cxx -shared $in -Wl,--no-as-needed -L{torch}/lib -ltorch -ltorch_cpu -lc10 -o $out
   description = link $out
 """
 
 
+def built_kernels():
+    """The objects that setup.py made here, anew where a source has changed; [] where they have no PTX for sm_80."""
+    cxx = os.environ.get("CXX", "c++")
+    # the folder's name is setup.py's
+    key = f"torch-{version('torch')}-{sys.implementation.cache_tag}-{zlib.crc32(cxx.encode()):08x}"
+    graph = ROOT / "build" / key / "build.ninja"
+    if not graph.exists() or "code=[sm_80,compute_80]" not in graph.read_text():
+        return []
+    objects = [f"csrc/cuda/{source.name}.nvcc.o" for source in KERNELS]
+    ninja.build(graph.parent, graph.read_text(), *objects)
+    return [graph.parent / name for name in objects]
+
+
 def build_cuda():
-    """The shared library of csrc/cuda; None where nvcc is not."""
+    """The shared library of csrc/cuda, with cuda.ptx beside it; None where nvcc is not."""
     nvcc = diagnosis.nvcc()
     if nvcc is None:
         return None
@@ -58,14 +80,19 @@ def build_cuda():
     folder = ROOT / "build" / f"ptx-cuda-{zlib.crc32(f'{cxx} {nvcc} {torch.__version__}'.encode()):08x}"
     graph = RULES.format(cxx=cxx)
     place = find_spec("torch").submodule_search_locations[0]
-    graph += CUDA_RULES.format(nvcc=nvcc, flags=flags, here=here, torch=place)
-    objects = {"runtime.o": f"host {here / 'cuda_runtime.cpp'}"}
-    for source in sorted((ROOT / "csrc" / "cuda").glob("*.cu")):
-        objects[f"{source.stem}.kernels.o"] = f"kernels {source}"
-        objects[f"{source.stem}.bind.o"] = f"host {source}"
-    graph += "".join(f"build {name}: {how}\n" for name, how in objects.items())
-    graph += f"build cuda.so: link_cuda {' '.join(objects)}\n"
-    return ninja.build(folder, graph, "cuda.so")
+    graph += CUDA_RULES.format(nvcc=nvcc, flags=flags, here=here, torch=place, tools=TOOLS)
+    made = {"runtime.o": f"host {here / 'cuda_runtime.cpp'}"}
+    made |= {f"{source.stem}.bind.o": f"host {source}" for source in KERNELS}
+    kernels = built_kernels()
+    if not kernels:
+        kernels = [Path(f"{source.stem}.kernels.o") for source in KERNELS]
+        made |= {str(path): f"kernels {source}" for path, source in zip(kernels, KERNELS, strict=True)}
+    objects = dict.fromkeys([*made, *map(str, kernels)])
+    made |= {f"{path.stem}.1.sm_80.ptx": f"ptx {path}" for path in kernels}
+    made["cuda.ptx"] = f"join {' '.join(name for name in made if name.endswith('.ptx'))}"
+    made["cuda.so"] = f"link_cuda {' '.join(objects)}"
+    graph += "".join(f"build {name}: {how}\n" for name, how in made.items())
+    return ninja.build(folder, graph, "cuda.so", "cuda.ptx")
 
 
 def build():

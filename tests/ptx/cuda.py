@@ -3,25 +3,22 @@
 import ctypes
 import gc
 import re
-from functools import cache
 
 import torch
 
 from tests.ptx.driver import Fault, Launch, storages
 
 LAUNCHED = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.c_uint, ctypes.c_size_t,
+    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.c_uint, ctypes.c_size_t,
     ctypes.POINTER(ctypes.c_void_p),
 )  # fmt: skip
 
 
-@cache
 def kernels(module):
-    """Name -> the text of a PTX module of several kernels, which stands at an address, with the others left out."""
-    text = ctypes.string_at(module).decode()
+    """Name -> the text of a PTX module of several kernels, with the others left out."""
     entry = r"(?:\.visible |\.weak )*\.entry (\w+)"
-    head, *parts = re.split(rf"(?m)(?=^{entry})", text)[::2]
-    files = "".join(re.findall(r"(?m)^\s*\.file.*\n", text))
+    head, *parts = re.split(rf"(?m)(?=^{entry})", module)[::2]
+    files = "".join(re.findall(r"(?m)^\s*\.file.*\n", module))
     return {re.match(entry, part)[1]: head + part + files for part in parts}
 
 
@@ -39,6 +36,9 @@ class Cuda:
         self._library.cuda_memory.argtypes = [ctypes.c_uint64, ctypes.c_void_p]
         self._library.cuda_begin.argtypes = [LAUNCHED, ctypes.c_int]
         self._launched = LAUNCHED(self._launch)
+        self._texts = {}  # of kernels, by name
+        for module in re.split(r"(?m)^(?=\.version)", path.with_suffix(".ptx").read_text())[1:]:
+            self._texts |= kernels(module)
         self._programs = {}
         tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.is_cpu]
         self._kept = [
@@ -53,9 +53,9 @@ class Cuda:
         self._library.cuda_begin(self._launched, multiprocessors)
         self.text = lambda name, text: text
 
-    def program(self, module, name):
-        """The Program of a kernel, of a module's text at an address."""
-        text = self.text(name, kernels(module)[name])
+    def program(self, name):
+        """The Program of a kernel."""
+        text = self.text(name, self._texts[name])
         if text not in self._programs:
             self._programs[text] = self.machine.read(text)
         return self._programs[text]
@@ -67,9 +67,9 @@ class Cuda:
         found |= {(first, last) for first, last in self._older if any(first <= word < last for word in words)}
         return sorted(found)
 
-    def _launch(self, module, name, grid, threads, shared, arguments):
+    def _launch(self, name, grid, threads, shared, arguments):
         try:
-            program = self.program(module, name.decode())
+            program = self.program(name.decode())
             parameters = ctypes.string_at(arguments[0], self.machine.parameter_bytes(program))
             shown = re.findall(r"[a-z_]+_kernel", name.decode())[-1]
             memory = self.memory(parameters)

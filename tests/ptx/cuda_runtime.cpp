@@ -1,5 +1,5 @@
 // What csrc/cuda's objects, as nvcc makes them, ask of CUDA's runtime: a kernel that is launched
-// goes to a function that the tests have set, with the PTX of its object. And where CPU tensors
+// goes to a function that the tests have set. And where CPU tensors
 // lie, so that a kernel may touch those that its parameters point into and nothing else.
 #include <c10/core/CPUAllocator.h>
 #include <cuda_runtime_api.h>
@@ -13,33 +13,14 @@
 
 namespace {
 
-// As fatbinary writes them: a header, then pieces of which those of kind 1 are PTX.
-struct FatBinary {
-  uint32_t magic;
-  uint16_t version, header_bytes;
-  uint64_t bytes;
-};
-
-struct Piece {
-  uint16_t kind, version;
-  uint32_t header_bytes;
-  uint64_t bytes;
-};
-
-struct Wrapper {
-  int magic, version;
-  const char* data;
-  void* unused;
-};
-
 struct Kernel {
-  const char *module, *name;
+  const char* name;
   int shared = 48 << 10;  // bytes that a launch may ask for
 };
 
 // 0, or the launch failed and the tests have called cuda_says.
-using Launched = int (*)(const char* module, const char* kernel, const unsigned* grid,
-                         unsigned threads, size_t shared, void** arguments);
+using Launched = int (*)(const char* kernel, const unsigned* grid, unsigned threads, size_t shared,
+                         void** arguments);
 
 struct State {
   std::map<const void*, Kernel> kernels;  // by their functions on the host
@@ -51,19 +32,6 @@ struct State {
 State& state() {  // objects register themselves before this file's own variables are there
   static State all;
   return all;
-}
-
-const char* ptx_of(const char* data) {
-  FatBinary all;
-  std::memcpy(&all, data, sizeof all);
-  const char* last = data + all.header_bytes + all.bytes;
-  for (data += all.header_bytes; data < last;) {
-    Piece piece;
-    std::memcpy(&piece, data, sizeof piece);
-    if (piece.kind == 1) return data + piece.header_bytes;
-    data += piece.header_bytes + piece.bytes;
-  }
-  return "";
 }
 
 cudaError_t failed(const char* what) {
@@ -134,15 +102,13 @@ EXPORT int cuda_memory(uint64_t address, uint64_t* range) { return Watched::find
 
 extern "C" {
 
-void** __cudaRegisterFatBinary(void* wrapper) {
-  return new void*(const_cast<char*>(ptx_of(static_cast<Wrapper*>(wrapper)->data)));
-}
+void** __cudaRegisterFatBinary(void*) { return nullptr; }
 void __cudaRegisterFatBinaryEnd(void**) {}
-void __cudaUnregisterFatBinary(void** handle) { delete handle; }
+void __cudaUnregisterFatBinary(void**) {}
 
-void __cudaRegisterFunction(void** handle, const char* host, char*, const char* name, int, uint3*,
-                            uint3*, dim3*, dim3*, int*) {
-  state().kernels[host] = Kernel{static_cast<const char*>(*handle), name};
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*,
+                            dim3*, dim3*, int*) {
+  state().kernels[host] = Kernel{name};
 }
 
 // Of calls by <<< >>>, which csrc/cuda does not make.
@@ -185,8 +151,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void* funct
     return failed("a launch of a kind that the tests do not know");
   if (how->dynamicSmemBytes > static_cast<size_t>(kernel.shared) || threads > 1024 || !grid[0])
     return failed("a launch beyond CUDA's limits");
-  return state().launched(kernel.module, kernel.name, grid, threads, how->dynamicSmemBytes,
-                          arguments)
+  return state().launched(kernel.name, grid, threads, how->dynamicSmemBytes, arguments)
              ? cudaErrorLaunchFailure
              : cudaSuccess;
 }
