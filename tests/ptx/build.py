@@ -47,7 +47,7 @@ rule host
   deps = gcc
   description = host $in
 rule ptx
-  command = {tools}/cuobjdump -xptx all $in
+  command = {tools}/cuobjdump -ptx $in | sed -n '/^[.]version/,/^Fatbin/{{/^Fatbin/!p}}' > $out
   description = PTX of $in
 rule join
   command = cat $in > $out
@@ -88,7 +88,7 @@ def build_cuda():
         kernels = [Path(f"{source.stem}.kernels.o") for source in KERNELS]
         made |= {str(path): f"kernels {source}" for path, source in zip(kernels, KERNELS, strict=True)}
     objects = dict.fromkeys([*made, *map(str, kernels)])
-    made |= {f"{path.stem}.1.sm_80.ptx": f"ptx {path}" for path in kernels}
+    made |= {f"{source.stem}.ptx": f"ptx {path}" for path, source in zip(kernels, KERNELS, strict=True)}
     made["cuda.ptx"] = f"join {' '.join(name for name in made if name.endswith('.ptx'))}"
     made["cuda.so"] = f"link_cuda {' '.join(objects)}"
     graph += "".join(f"build {name}: {how}\n" for name, how in made.items())
