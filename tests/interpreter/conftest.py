@@ -26,7 +26,6 @@ QUICK = {  # tests/ptx runs most of them too, as they are compiled
     },
     "test_attention_few.py": {
         "test_what_lies_in_padding_changes_no_bit": lambda name: "nan" in name,
-        "test_contract_of_parts": lambda name: "bfloat16" in name or name.startswith("(3, 2, 40)"),
         "test_who_sees_whom_in_parts": ["keep", "all"],
         "test_views_give_the_bits_of_contiguous_tensors": ["torch.bfloat16"],
         "test_backward_of_another_backend": ["(True, False)", "(False, True)"],

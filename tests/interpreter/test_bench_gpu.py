@@ -16,7 +16,7 @@ LOSSES = {
     for name, call in checks.small(linear_cross_entropy.TRITON, " 70 ").items()
     if "bfloat16" in name and "bias" in name
 }
-TURNS = {name: call for name, call in rotary.TRITON.branches("cpu").items() if "bfloat16" in name}
+TURNS = rotary.TRITON.branches("cpu")
 INT8 = {name: call for name, call in checks.small(int8_linear.TRITON, " 9 ", " 70 ").items() if "bfloat16" in name}
 INT8_BLOCKS = {
     name: call for name, call in checks.small(int8_ffn.TRITON, " 9 401", " 70 33").items() if "bfloat16" in name
@@ -39,7 +39,9 @@ def test_guards_and_repeats_of_linear_cross_entropy(name):
     checks.guards_and_repeats(linear_cross_entropy.TRITON, *LOSSES[name], times=2)
 
 
-@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "bfloat16" in name else pytest.mark.slow) for name in TURNS]
+)
 def test_guards_and_repeats_of_rotary(name):
     checks.guards_and_repeats(rotary.TRITON, *TURNS[name], times=2)
 
@@ -95,8 +97,9 @@ def test_contract_items_of_linear_cross_entropy(tmp_path):
     checks.contract_items(linear_cross_entropy.TRITON, tmp_path, "-70-k=33-", "rows that count")
 
 
-def test_contract_items_of_rotary(tmp_path):
-    checks.contract_items(rotary.TRITON, tmp_path, "-d=30-", "NaN in a pair")
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_contract_items_of_rotary(count, tmp_path):
+    checks.contract_items(rotary.TRITON, tmp_path, "-d=30-", "NaN in a pair", count)
 
 
 @pytest.mark.parametrize("check", ["integers are exact", pytest.param("NaN in a row", marks=pytest.mark.slow)])

@@ -1,6 +1,6 @@
 // What csrc/cuda's objects, as nvcc makes them, ask of CUDA's runtime: a kernel that is launched
-// goes to a function that the tests have set. And where CPU tensors
-// lie, so that a kernel may touch those that its parameters point into and nothing else.
+// goes to a function that the tests have set. And where CPU tensors lie, so that a kernel may touch
+// those that its parameters point into and nothing else.
 #include <c10/core/CPUAllocator.h>
 #include <cuda_runtime_api.h>
 

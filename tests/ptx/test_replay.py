@@ -12,7 +12,11 @@ from tfm_kernels.triton import _replay
 OPS = (NORMS, ("attention",), ("attention_varlen",), ("ffn",), ("linear_cross_entropy",), ("rotary",))
 EACH = 3
 QUICK = [[p.values[0] for p in marked_cases(ops) if not p.marks] for ops in OPS]
-CASES = [case for cases in QUICK for case in cases[:: max(1, len(cases) // EACH)]]
+CASES = [
+    pytest.param(case, marks=pytest.mark.slow if number % max(1, len(cases) // EACH) else ())
+    for cases in QUICK
+    for number, case in enumerate(cases)
+]
 # norms of rows that have a launch for their sums over rows, and of those that are walked
 _WHOLE = {"op": "layer_norm", "dtype": "bf16", "data": "randn", "layout": "contiguous", "weight": "same", "bias": "f32"}
 _WHOLE |= {"rows": (17,), "eps": None, "unbiased": False}
