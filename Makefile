@@ -43,7 +43,7 @@ triton: build
 # Two processes at a time, what takes longest first; what Triton and the machine run needs one thread. Triton's kernels
 # run interpreted in processes of their own. Exit code 5 says that triton is not installed.
 test test-all: lint triton
-	$(MAKE) -j2 MARKED='$(MARKED)' ptx interpreted-attention ptx-attention interpreted rest simt aside patched ops
+	$(MAKE) -j2 MARKED='$(MARKED)' ptx ptx-attention simt aside rest patched interpreted interpreted-attention ops
 
 test: MARKED := -m "not slow"
 PYTEST := $(BIN)/python -m pytest -q

@@ -1,5 +1,5 @@
 """Triton's interpreter, mended: bfloat16 rounds as on a GPU, a minimum or maximum drops NaN as on a GPU, integers that
-overflow are errors, and it is faster.
+overflow are errors.
 
 Unmended, Triton 3.5.1 to 3.9.0 computes on the raw bits of bfloat16 and truncates stores, keeps in tl.minimum and
 tl.maximum the NaN that PTX's min and max drop, and lets int32 offsets wrap.
@@ -13,7 +13,6 @@ from triton.runtime import interpreter
 
 _Builder = type(interpreter.interpreter_builder)
 _Handle = interpreter.TensorHandle
-_patch_lang = interpreter._patch_lang
 _binary_op, _unary_op, _cast = _Builder.binary_op, _Builder.unary_op, _Builder.cast_impl
 _fp_to_fp, _dot = _Builder.create_fp_to_fp, _Builder.create_dot
 
@@ -82,24 +81,8 @@ def create_maxnumf(self, lhs, rhs):
     return self.binary_op(lhs, rhs, np.fmax)
 
 
-_patched = set()
-
-
-def patch_lang(fn):
-    """Turns triton.language into the interpreter's once and for good.
-
-    Triton does so for every call of a @triton.jit function, also from inside a kernel: a third of the time of a test.
-    """
-    modules = {value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core}
-    if not modules <= _patched:
-        _patch_lang(fn)
-        _patched.update(modules)
-    return interpreter._LangPatchScope()
-
-
 def mend():
     """Puts all of it in place, for the rest of the process."""
-    interpreter._patch_lang = patch_lang
     for function in (
         binary_op, unary_op, cast_impl, create_fp_to_fp, create_dot, create_minnumf, create_maxnumf
     ):  # fmt: skip

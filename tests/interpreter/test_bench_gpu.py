@@ -39,9 +39,7 @@ def test_guards_and_repeats_of_linear_cross_entropy(name):
     checks.guards_and_repeats(linear_cross_entropy.TRITON, *LOSSES[name], times=2)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if "bfloat16" in name else pytest.mark.slow) for name in TURNS]
-)
+@pytest.mark.parametrize("name", TURNS)
 def test_guards_and_repeats_of_rotary(name):
     checks.guards_and_repeats(rotary.TRITON, *TURNS[name], times=2)
 
@@ -97,9 +95,8 @@ def test_contract_items_of_linear_cross_entropy(tmp_path):
     checks.contract_items(linear_cross_entropy.TRITON, tmp_path, "-70-k=33-", "rows that count")
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_contract_items_of_rotary(count, tmp_path):
-    checks.contract_items(rotary.TRITON, tmp_path, "-d=30-", "NaN in a pair", count)
+def test_contract_items_of_rotary(tmp_path):
+    checks.contract_items(rotary.TRITON, tmp_path, "-d=30-", "NaN in a pair", count=2)
 
 
 @pytest.mark.parametrize("check", ["integers are exact", pytest.param("NaN in a row", marks=pytest.mark.slow)])

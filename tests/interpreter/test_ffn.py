@@ -35,7 +35,7 @@ def steps(case):
 
 
 def marked(case):
-    return pytest.param(case, id=case.id, marks=pytest.mark.slow if steps(case) > 20 else ())
+    return pytest.param(case, id=case.id, marks=pytest.mark.slow if steps(case) > 45 else ())
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in FFN])
@@ -45,7 +45,7 @@ def test_contract(case):
 
 def test_there_are_enough_cases():
     quick = [case for case in FFN if not marked(case).marks]
-    assert len(quick) >= 140 and len(FFN) >= 260
+    assert len(quick) >= 150 and len(FFN) >= 260
     every_level(quick)
 
 

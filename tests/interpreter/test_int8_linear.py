@@ -15,7 +15,6 @@ from tfm_kernels.testing.contract import bits_equal
 from tfm_kernels.triton import _int8, _int8_gemm, _launch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FLOAT16_SLOW = [*DTYPES[:2], pytest.param(torch.float16, marks=pytest.mark.slow)]
 WAYS = [False, True]  # dynamic
 SMALL = [size for size in SIZES if math.prod(size) < 2 * 10**6]
 LARGE = [pytest.param(size, marks=pytest.mark.slow) for size in SIZES if size not in SMALL]
@@ -26,7 +25,7 @@ def run(given):
 
 
 @pytest.mark.parametrize("dynamic", WAYS)
-@pytest.mark.parametrize("dtype", FLOAT16_SLOW, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [*SMALL, *LARGE], ids=str)
 def test_contract(size, dtype, dynamic):
     for bias in (True, False):

@@ -11,7 +11,6 @@ from tfm_kernels import _library
 from tfm_kernels.testing import assert_contract
 from tfm_kernels.triton import _layer_norm_sums, layer_norm_bwd, layer_norm_fwd
 
-FLOAT16_SLOW = [*DTYPES[:2], pytest.param(DTYPES[2], marks=pytest.mark.slow)]
 FIRST = 120  # all pairs have come several times by then
 
 
@@ -45,7 +44,7 @@ def test_there_are_enough_cases():
     assert {case.op for case in quick} == set(OPS)
 
 
-@pytest.mark.parametrize("dtype", FLOAT16_SLOW, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_n, width, apart", [(64, 129, 2), (64, 136, 1), (256, 200, 2), (256, 200, 0)])
 def test_walks_and_shared_rows(block_n, width, apart, dtype, monkeypatch):
     """Long rows in pieces, many rows to one program, sums over rows apart: by small launches, which are not slow."""
