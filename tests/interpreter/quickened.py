@@ -4,6 +4,7 @@ An operation on a tile takes numpy microseconds. Around it the interpreter build
 constants, names and checks them, and asks of a sum by six more operations whether it overflows.
 """
 
+import functools
 import inspect
 
 import numpy as np
@@ -16,7 +17,8 @@ _init_block_type, _init_tensor, _equal = core.block_type.__init__, core.tensor._
 _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
 _alike, _broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
 _constant = TritonSemantic.scalar_constant
-_block_types, _shapes, _of_scalars, _np_dtypes, _constants, _semantics = {}, {}, {}, {}, {}, {}
+_semantic_of = functools.cache(TritonSemantic)
+_block_types, _shapes, _of_scalars, _np_dtypes, _constants = {}, {}, {}, {}, {}
 _patched, _met = set(), set()
 _WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _AS_THEY_ARE = "fp32", "int32", "uint32", "int64"
@@ -38,9 +40,7 @@ def patch_lang(fn):
 
 def patch_attr(obj, name, member, builder, scope):
     """Without the wrapper that asks for _semantic, and without a copy of the keywords."""
-    if builder not in _semantics:
-        _semantics[builder] = TritonSemantic(builder)
-    semantic, function = _semantics[builder], inspect.unwrap(member)
+    semantic, function = _semantic_of(builder), inspect.unwrap(member)
 
     def call(*args, **kwargs):
         kwargs["_semantic"] = semantic

@@ -106,11 +106,8 @@ def test_what_is_kept_is_what_triton_works_out():
     operands = [semantic.scalar_constant(0, kind) for kind in kinds]
     kinds.append(tl.pointer_type(tl.float32))
     operands.append(tl.tensor(operands[-1].handle, kinds[-1]))
-    operands += [semantic.splat(x, shape) for x in operands for shape in ([4, 1], [1, 8], [4, 8], [2, 8])] + [
-        2,
-        -1,
-        0.5,
-    ]
+    operands += [semantic.splat(x, shape) for x in operands for shape in ([4, 1], [1, 8], [4, 8], [2, 8])]
+    operands += [2, -1, 0.5]
     for pair in itertools.product(operands, operands):
         for asked in (False, False, True, False), (True, True, True, False), (False, False, True, True):
             ours = said(TritonSemantic.binary_op_type_checking_impl, semantic, *pair, *asked)
