@@ -6,10 +6,19 @@ python -m tests.aot.attention_bwd_table    writes tests/aot/attention_bwd.json a
 from pathlib import Path
 
 from tests.aot import table
-from tests.aot.attention_table import ABSENT, ARCHS, DTYPES, WIDTHS, extras, types, words
-from tests.aot.sass import FUSED, MATRIX, compile_kernel, figures
+from tests.aot.attention_table import (
+    ABSENT,
+    ARCHS,
+    DTYPES,
+    PAIRS,
+    WIDTHS,
+    behind_a_branch,
+    extras,
+    measure,
+    types,
+    words,
+)
 from tfm_kernels.triton import attention_bwd
-from tfm_kernels.triton._attention_call import shielded
 
 FILE = Path(__file__).with_name("attention_bwd.json")
 KERNELS = {
@@ -24,15 +33,20 @@ def calls(arch):
     """(kernel, width, storage type, kind, whether all rows are aligned) of every compilation worth a line."""
     for width in (64, 128, 256):
         for kernel in ("keys", "queries"):
-            yield kernel, width, "bf16", "plain", True
+            for kind in ("plain", "dropout", *PAIRS):
+                yield kernel, width, "bf16", kind, True
             yield kernel, width, "bf16", "full", False
-            yield kernel, width, "bf16", "full", True
-        for kernel in ("rows", "bias"):
-            yield kernel, width, "bf16", "full", True
+        yield "rows", width, "bf16", "full", True
+        for kind in ("bias", "bias dropout", "full"):
+            yield "bias", width, "bf16", kind, True
     if arch == 90:
+        for width in (64, 128, 256):
+            for kernel in ("keys", "queries", "bias"):
+                yield kernel, width, "bf16", "bias", False
         for width in (16, 32):
             for kernel in ("keys", "queries"):
                 yield kernel, width, "bf16", "plain", True
+            yield "bias", width, "bf16", "full", False
         for kernel in KERNELS:
             for width in WIDTHS[2:]:
                 yield kernel, width, "fp32", "full", False
@@ -48,11 +62,6 @@ def entries(archs=ARCHS):
     return found
 
 
-def measure(entry):
-    """The figures of one entry; of a kernel with a stack also how often the loops that multiply touch it."""
-    return figures(compile_kernel(**entry), MATRIX if "*bf16" in entry["types"].values() else FUSED)
-
-
 def backward(name, width, dtype, kind, aligned, arch):
     """(launch in words, what to compile)."""
     kernel = KERNELS[name]
@@ -61,9 +70,9 @@ def backward(name, width, dtype, kind, aligned, arch):
     part = attention_bwd.PARTS[config.block_d == 256][0]
     rows = config.block_n if name == "keys" else config.block_m
     constexprs = {
-        **config.arguments(), "OUT_ALIGNED": aligned, "PAIRS_ALIGNED": aligned and kind not in ("plain", "dropout"),
+        **config.arguments(), "OUT_ALIGNED": aligned, "PAIRS_ALIGNED": aligned and kind in PAIRS,
         "PRECISION": "ieee", "PART": part, "PER_ROW": True, "PER_COLUMN": True,
-        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", rows, capability),
+        "SHIELDED": behind_a_branch(kind, dtype, rows, capability),
     }  # fmt: skip
     names = [parameter.name for parameter in kernel.params]
     absent = (*ABSENT[kind], *(() if kind == "full" else ("dbias_ptr", "dlse_ptr")))

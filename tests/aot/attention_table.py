@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.aot import table
+from tests.aot.sass import FUSED, MATRIX, compile_kernel, figures
 from tfm_kernels.triton import _attention_fwd_few, _attention_tiles, attention_fwd
 from tfm_kernels.triton._attention_call import shielded
 
@@ -15,7 +16,8 @@ FILE = Path(__file__).with_name("attention.json")
 ARCHS = (80, 90, 100)
 WIDTHS = (16, 32, 64, 128, 256)  # one for each tile
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-EXTRAS = {"plain": "none", "dropout": "aligned", "bias": "aligned", "keep": "aligned", "full": "aligned"}
+PAIRS = ("bias", "keep", "bias dropout", "keep dropout", "full")  # kinds that read something of each pair
+EXTRAS = {"plain": "none", "dropout": "aligned", **dict.fromkeys(PAIRS, "aligned")}
 # all that a call of this kind leaves out
 _PAIRS = ("bias_ptr", "keep_ptr", "counts_ptr", "tiles_ptr")
 _KEEP, _ENDS = _PAIRS[1:], ("cu_q_ptr", "cu_k_ptr")
@@ -24,6 +26,8 @@ ABSENT = {
     "dropout": (*_PAIRS, *_ENDS),
     "bias": (*_KEEP, *_ENDS, "seed_ptr", "lengths_ptr"),
     "keep": ("bias_ptr", *_ENDS, "seed_ptr", "lengths_ptr"),
+    "bias dropout": (*_KEEP, *_ENDS, "lengths_ptr"),
+    "keep dropout": ("bias_ptr", *_ENDS, "lengths_ptr"),
     "full": _ENDS,
 }
 INT32 = (
@@ -50,8 +54,9 @@ def calls(arch):
                     yield width, queries, dtype, kind, aligned
     if arch == 90:
         for width in (64, 128, 256):
-            for kind, aligned in (("plain", False), ("dropout", True), ("bias", True), ("keep", True)):
-                yield width, 65, "bf16", kind, aligned
+            yield width, 65, "bf16", "plain", False
+            for kind in ("dropout", "bias", "keep", "bias dropout", "keep dropout"):
+                yield width, 65, "bf16", kind, True
             yield width, 65, "fp16", "plain", True
 
 
@@ -71,6 +76,11 @@ def entries(archs=ARCHS):
         found[f"sm_{arch} keep_tiles"] = _lists(arch, False)
         found[f"sm_{arch} keep_tiles of keys"] = _lists(arch, True)
     return found
+
+
+def measure(entry):
+    """The figures of one entry; of a kernel with a stack also how often the loops that multiply touch it."""
+    return figures(compile_kernel(**entry), FUSED if entry["types"].get("q_ptr") == "*fp32" else MATRIX)
 
 
 def few_calls():
@@ -103,7 +113,12 @@ def types(kernel, dtype, absent):
 
 def extras(kind, aligned):
     """As Call.extras() says it."""
-    return "unaligned" if kind in ("bias", "keep", "full") and not aligned else EXTRAS[kind]
+    return "unaligned" if kind in PAIRS and not aligned else EXTRAS[kind]
+
+
+def behind_a_branch(kind, dtype, rows, capability):
+    """As Call.shielded() says it."""
+    return kind in ("keep dropout", "full") and shielded(DTYPES[dtype], "ieee", rows, capability)
 
 
 def forward(width, queries, dtype, kind, aligned, arch):
@@ -113,8 +128,8 @@ def forward(width, queries, dtype, kind, aligned, arch):
     config = attention_fwd.pick_config(dim, queries, extras(kind, aligned), DTYPES[dtype], (arch // 10, arch % 10))
     constexprs = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d, "OUT_ALIGNED": aligned,
-        "PAIRS_ALIGNED": aligned and kind not in ("plain", "dropout"), "PRECISION": "ieee", "CHUNK": config.chunk,
-        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", config.block_m, (arch // 10, arch % 10)),
+        "PAIRS_ALIGNED": aligned and kind in PAIRS, "PRECISION": "ieee", "CHUNK": config.chunk,
+        "SHIELDED": behind_a_branch(kind, dtype, config.block_m, (arch // 10, arch % 10)),
         "STAGES": config.num_stages,
     }  # fmt: skip
     return f"attention_fwd {in_words(config)}", {
@@ -130,7 +145,7 @@ def few(width, rows, dtype, kind, aligned, arch):
     constexprs = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": config.block_d, "OUT_ALIGNED": aligned,
         "PRECISION": "ieee", "CHUNK": config.chunk, "STAGES": config.num_stages,
-        "SHIELDED": kind == "full" and shielded(DTYPES[dtype], "ieee", config.block_m, (arch // 10, arch % 10)),
+        "SHIELDED": behind_a_branch(kind, dtype, config.block_m, (arch // 10, arch % 10)),
     }  # fmt: skip
     absent = ABSENT[kind] + (("out_ptr", "lse_ptr") if aligned else ("parts_ptr", "numbers_ptr"))
     kernel = _attention_fwd_few.attention_fwd_few_kernel
@@ -166,4 +181,4 @@ def _lists(arch, of_keys):
 
 
 if __name__ == "__main__":
-    table.write(FILE, entries(), table.measure)
+    table.write(FILE, entries(), measure)

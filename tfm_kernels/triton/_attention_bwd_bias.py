@@ -50,7 +50,10 @@ def attention_bwd_bias_kernel(
     n0 = key_tile * BLOCK_N
     share = (SHARING_B * SHARING_H + SPLITS - 1) // SPLITS
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for member in range(split * share, tl.minimum((split + 1) * share, SHARING_B * SHARING_H)):
+    members = tl.minimum((split + 1) * share, SHARING_B * SHARING_H)
+    # what does not change from member to member stays in the loop where two of these take too many registers
+    CROWDED: tl.constexpr = (BLOCK_D <= 64) + (seed_ptr is not None) + (not PAIRS_ALIGNED) >= 2
+    for member in tl.range(split * share, members, disable_licm=CROWDED):
         b = (own_b + member // SHARING_H).to(tl.int64)
         h = (own_h + member % SHARING_H).to(tl.int64)
         q0, k0, tq, tk, live = sequence(b, Tq, Tk, row_step, row_step, lengths_ptr, None, None)

@@ -89,6 +89,8 @@ def gather(
     begin, end, full_begin, full_end = queries_met(n0, tq, live, low, high, BLOCK_N)
     first, full_first, full_last, last = tiles_met(begin, end, full_begin, full_end, BLOCK_M)
     whole = full_last - full_first
+    # what does not change from tile to tile stays in the loops where it takes too many registers
+    CROWDED: tl.constexpr = bias_ptr is not None and seed_ptr is not None
     for g in range(0, G):
         h = kv * G + g
         q_head = q_ptr + h * q_stride_h
@@ -101,7 +103,7 @@ def gather(
         if keep_ptr is not None:
             keep_head = keep_ptr + h * keep_stride_h
             list_slot = slot + h * list_stride_h
-            for c in tl.range(0, tl.load(counts_ptr + list_slot), num_stages=STAGES):
+            for c in tl.range(0, tl.load(counts_ptr + list_slot), num_stages=STAGES, disable_licm=CROWDED):
                 m0 = start(tl.load(tiles_ptr + list_slot * list_width + c), tq, BLOCK_M)
                 dk, dv = meet(
                     dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, keep_head, seed_ptr, statistics_head,
@@ -111,7 +113,7 @@ def gather(
                     CAREFUL, STAGES > 1,
                 )  # fmt: skip
         else:
-            for c in tl.range(first, last - whole, num_stages=STAGES):
+            for c in tl.range(first, last - whole, num_stages=STAGES, disable_licm=CROWDED):
                 m0 = start(c + tl.where(c >= full_first, whole, 0), tq, BLOCK_M)
                 dk, dv = meet(
                     dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, None, seed_ptr, statistics_head,
@@ -120,7 +122,7 @@ def gather(
                     last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, True,
                     CAREFUL, STAGES > 1,
                 )  # fmt: skip
-            for c in tl.range(full_first, full_last, num_stages=STAGES):
+            for c in tl.range(full_first, full_last, num_stages=STAGES, disable_licm=CROWDED):
                 dk, dv = meet(
                     dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, None, seed_ptr, statistics_head,
                     first_row, start(c, tq, BLOCK_M), n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t,
@@ -177,15 +179,16 @@ def attention_bwd_keys_kernel(
     if CHUNK == 0:
         k = load_rows(k_ptr, n0, n0, live, k_stride_t, D, BLOCK_N, BLOCK_D, True)
         v = load_rows(v_ptr, n0, n0, live, v_stride_t, DV, BLOCK_N, BLOCK_D, True)
+    # wide heads, and a bias with dropout, leave no registers for two ways: they take the careful one at once
+    ONE_WAY: tl.constexpr = BLOCK_D == 256 or (bias_ptr is not None and seed_ptr is not None)
     dk, dv = gather(
         k, v, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, statistics_ptr, b, kv,
         n0, slot, list_stride_h, list_width, H, G, row_step, tq, tk, live, low, high, D, DV, q_stride_h, q_stride_t,
         k_stride_t, v_stride_t, dout_stride_h, dout_stride_t, lse_stride_h, bias_stride_h, bias_stride_t, bias_stride_d,
         keep_stride_h, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D,
-        PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, STAGES, BLOCK_D == 256,
+        PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, STAGES, ONE_WAY,
     )  # fmt: skip
-    # wide heads leave no registers for two ways: they take the careful one at once
-    if BLOCK_D < 256:
+    if not ONE_WAY:
         if not (is_finite(dk) and is_finite(dv)):
             dk, dv = gather(
                 k, v, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr,

@@ -23,6 +23,7 @@ from ._attention import (
 )
 from ._attention_bwd_tile import DELTA, SHIFT, TOP, gradient_tile, load_statistics, statistic
 from ._attention_pairs import pair_mask, pair_tile
+from ._tile import unknown
 
 
 @triton.jit
@@ -72,8 +73,12 @@ def gather(
     begin, end, full_begin, full_end = keys_met(m0, tq, live, low, high, BLOCK_M)
     first, full_first, full_last, last = tiles_met(begin, end, full_begin, full_end, BLOCK_N)
     whole = full_last - full_first
+    # what does not change from tile to tile stays in the loops where it takes too many registers
+    CROWDED: tl.constexpr = BLOCK_D == 256 or (bias_ptr is not None and seed_ptr is not None)
     if keep_ptr is not None:
-        for c in tl.range(0, tl.load(counts_ptr + slot), num_stages=STAGES):
+        if not CAREFUL:
+            dq = unknown(dq)
+        for c in tl.range(0, tl.load(counts_ptr + slot), num_stages=STAGES, disable_licm=CROWDED):
             n0 = start(tl.load(tiles_ptr + slot * list_width + c), tk, BLOCK_N)
             dq = meet(
                 dq, q, dout, top, shift, delta, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, dbias_ptr, keep_ptr, seed_ptr,
@@ -83,7 +88,7 @@ def gather(
                 CAREFUL, STAGES > 1,
             )  # fmt: skip
     else:
-        for c in tl.range(first, last - whole, num_stages=STAGES):
+        for c in tl.range(first, last - whole, num_stages=STAGES, disable_licm=CROWDED):
             n0 = start(c + tl.where(c >= full_first, whole, 0), tk, BLOCK_N)
             dq = meet(
                 dq, q, dout, top, shift, delta, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, dbias_ptr, keep_ptr, seed_ptr,
@@ -92,7 +97,7 @@ def gather(
                 keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, True,
                 CAREFUL, STAGES > 1,
             )  # fmt: skip
-        for c in tl.range(full_first, full_last, num_stages=STAGES):
+        for c in tl.range(full_first, full_last, num_stages=STAGES, disable_licm=CROWDED):
             dq = meet(
                 dq, q, dout, top, shift, delta, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, dbias_ptr, keep_ptr, seed_ptr,
                 first_row, m0, start(c, tk, BLOCK_N), begin, end, tq, tk, live, low, high, D, DV, q_stride_t,

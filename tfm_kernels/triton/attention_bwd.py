@@ -4,7 +4,8 @@ Owns:    three launches, four where a broadcast bias gets its gradient, each wit
          (_attention_bwd_rows.py), dk and dv by tiles of keys (_attention_bwd_keys.py), dq by tiles of queries
          (_attention_bwd_queries.py), dbias (_attention_bwd_bias.py). No atomics: every sum has a fixed order.
 Method:  weights are recomputed from lse, twice: two products more than with atomic sums of dq. Results that are not
-         finite are computed once more with rows as 0 that count for nothing; see attention_fwd.
+         finite are computed once more with rows as 0 that count for nothing; see attention_fwd. Wide heads, and dk and
+         dv of a bias with dropout, which leave no registers for two ways, are computed that way at once.
 Traffic: reads q, k, v, dout, lse and what hides, by tiles, out once; writes dq, dk, dv once, dbias once where it is
          broadcast along nothing. Else dbias takes two more products and float32 sums: of the bias' size, times the
          splits where tiles are few, and one row (column) of tiles where it is broadcast along queries (keys).
