@@ -33,7 +33,7 @@ MORE = {
 
 
 def fits(name, entry, found):
-    """Little stack, and none of it in a main loop."""
+    """Little stack, and none of it in a main loop, but for MORE."""
     uses_the_gpu(name, found)
     plan.keeps_to_registers(name, found, *MORE.get(name, (128, 0)))
 
