@@ -14,14 +14,9 @@ SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
 
 def fits(name, entry, found):
-    """No byte of stack, but for a bias with dropout, none of it in a loop but that of results that are not finite.
-
-    There the loops keep as many bytes with nothing hoisted out of them, or with fewer registers for the random numbers,
-    and take 3 to 20 % more instructions.
-    """
+    """No byte of stack, in any kind of call."""
     uses_the_gpu(name, found)
-    crowded = name.endswith("bf16 bias dropout")
-    plan.keeps_to_registers(name, found, *((56, 4) if crowded else ()))
+    plan.keeps_to_registers(name, found)
 
 
 def uses_the_gpu(name, found):

@@ -69,6 +69,19 @@ def tiles_met(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def edges_first(c, full_first, full_last, last, WHOLE: tl.constexpr):
+    """The tile at place c of first..last - 1, where those come first that lie outside of full_first..full_last - 1.
+
+    WHOLE promises that it is one of these.
+    """
+    whole = full_last - full_first
+    t = c + tl.where(c >= full_first, whole, 0)
+    if not WHOLE:
+        t = tl.where(c < last - whole, t, c - (last - full_last))
+    return t
+
+
+@triton.jit
 def start(t, length, BLOCK: tl.constexpr):
     """The first position of tile t, of the type of ``length``; interpreted, a loop's t is a plain int."""
     return length * 0 + t * BLOCK

@@ -13,6 +13,7 @@ import triton.language as tl
 from ._attention import (
     band,
     dots,
+    edges_first,
     is_finite,
     kernel,
     load_chosen_rows,
@@ -25,6 +26,7 @@ from ._attention import (
     tiles_met,
 )
 from ._attention_bwd_tile import DELTA, OFFSET, SHIFT, TOP, gradient_tile, load_statistics, statistic
+from ._tile import anew, settled
 
 
 @triton.jit
@@ -81,27 +83,33 @@ def gather(
     v_stride_t, dout_stride_h, dout_stride_t, lse_stride_h, bias_stride_h, bias_stride_t, bias_stride_d, keep_stride_h,
     keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, PAIRS_ALIGNED: tl.constexpr, PRECISION: tl.constexpr, SHIELDED: tl.constexpr,
-    CHUNK: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+    CHUNK: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """(dk, dv) of a tile of keys, over all the queries of its group that see it; pointers are those of sequence b."""
+    """(dk, dv) of a tile of keys, over all the queries of its group that see it; pointers are those of sequence b.
+
+    WHOLE: whether tiles of queries that all see the keys have a loop of their own; else they come last in the one.
+    """
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     begin, end, full_begin, full_end = queries_met(n0, tq, live, low, high, BLOCK_N)
     first, full_first, full_last, last = tiles_met(begin, end, full_begin, full_end, BLOCK_M)
-    whole = full_last - full_first
-    # what does not change from tile to tile stays in the loops where it takes too many registers
-    CROWDED: tl.constexpr = bias_ptr is not None and seed_ptr is not None
-    for g in range(0, G):
+    edges = last - (full_last - full_first) if WHOLE else last
+    # what does not change from head to head, or from tile to tile, stays in the loops where it takes too many registers
+    PAIRS: tl.constexpr = bias_ptr is not None or keep_ptr is not None
+    CROWDED: tl.constexpr = (
+        PAIRS and seed_ptr is not None and BLOCK_D == 64 and BLOCK_N == (64 if keep_ptr is None else 128)
+    )
+    for g in tl.range(0, G, disable_licm=True):
         h = kv * G + g
-        q_head = q_ptr + h * q_stride_h
-        dout_head = dout_ptr + h * dout_stride_h
-        statistics_head = statistics_ptr + h * lse_stride_h * 8
+        q_head = settled(q_ptr + h * q_stride_h)
+        dout_head = settled(dout_ptr + h * dout_stride_h)
+        statistics_head = settled(statistics_ptr + h * lse_stride_h * 8)
         first_row = (b * H + h) * row_step
         bias_head = bias_ptr
         if bias_ptr is not None:
-            bias_head = bias_ptr + h * bias_stride_h
+            bias_head = settled(bias_ptr + h * bias_stride_h)
         if keep_ptr is not None:
-            keep_head = keep_ptr + h * keep_stride_h
+            keep_head = settled(keep_ptr + h * keep_stride_h)
             list_slot = slot + h * list_stride_h
             for c in tl.range(0, tl.load(counts_ptr + list_slot), num_stages=STAGES, disable_licm=CROWDED):
                 m0 = start(tl.load(tiles_ptr + list_slot * list_width + c), tq, BLOCK_M)
@@ -113,8 +121,8 @@ def gather(
                     CAREFUL, STAGES > 1,
                 )  # fmt: skip
         else:
-            for c in tl.range(first, last - whole, num_stages=STAGES, disable_licm=CROWDED):
-                m0 = start(c + tl.where(c >= full_first, whole, 0), tq, BLOCK_M)
+            for c in tl.range(first, edges, num_stages=STAGES, disable_licm=CROWDED):
+                m0 = start(edges_first(c, full_first, full_last, last, WHOLE), tq, BLOCK_M)
                 dk, dv = meet(
                     dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, None, seed_ptr, statistics_head,
                     first_row, m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
@@ -122,14 +130,15 @@ def gather(
                     last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, True,
                     CAREFUL, STAGES > 1,
                 )  # fmt: skip
-            for c in tl.range(full_first, full_last, num_stages=STAGES, disable_licm=CROWDED):
-                dk, dv = meet(
-                    dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, None, seed_ptr, statistics_head,
-                    first_row, start(c, tq, BLOCK_M), n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t,
-                    k_stride_t, v_stride_t, dout_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d,
-                    scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION,
-                    SHIELDED, CHUNK, PART, False, CAREFUL, STAGES > 1,
-                )  # fmt: skip
+            if WHOLE:
+                for c in tl.range(full_first, full_last, num_stages=STAGES, disable_licm=CROWDED):
+                    dk, dv = meet(
+                        dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, None, seed_ptr, statistics_head,
+                        first_row, start(c, tq, BLOCK_M), n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t,
+                        k_stride_t, v_stride_t, dout_stride_t, bias_stride_t, bias_stride_d, keep_stride_t,
+                        keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
+                        PRECISION, SHIELDED, CHUNK, PART, False, CAREFUL, STAGES > 1,
+                    )  # fmt: skip
     return dk, dv
 
 
@@ -179,14 +188,17 @@ def attention_bwd_keys_kernel(
     if CHUNK == 0:
         k = load_rows(k_ptr, n0, n0, live, k_stride_t, D, BLOCK_N, BLOCK_D, True)
         v = load_rows(v_ptr, n0, n0, live, v_stride_t, DV, BLOCK_N, BLOCK_D, True)
-    # wide heads, and a bias with dropout, leave no registers for two ways: they take the careful one at once
-    ONE_WAY: tl.constexpr = BLOCK_D == 256 or (bias_ptr is not None and seed_ptr is not None)
+    # wide heads, and dropout with more, leave no registers for two ways: they take the careful one at once
+    SMALL: tl.constexpr = BLOCK_D <= 64 and BLOCK_N == 64
+    ONE_WAY: tl.constexpr = BLOCK_D == 256 or (
+        seed_ptr is not None and (bias_ptr is not None or (keep_ptr is not None and not SMALL))
+    )
     dk, dv = gather(
         k, v, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, statistics_ptr, b, kv,
         n0, slot, list_stride_h, list_width, H, G, row_step, tq, tk, live, low, high, D, DV, q_stride_h, q_stride_t,
         k_stride_t, v_stride_t, dout_stride_h, dout_stride_t, lse_stride_h, bias_stride_h, bias_stride_t, bias_stride_d,
         keep_stride_h, keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D,
-        PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, STAGES, ONE_WAY,
+        PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART, STAGES, ONE_WAY, True,
     )  # fmt: skip
     if not ONE_WAY:
         if not (is_finite(dk) and is_finite(dv)):
@@ -196,8 +208,9 @@ def attention_bwd_keys_kernel(
                 DV, q_stride_h, q_stride_t, k_stride_t, v_stride_t, dout_stride_h, dout_stride_t, lse_stride_h,
                 bias_stride_h, bias_stride_t, bias_stride_d, keep_stride_h, keep_stride_t, keep_stride_d, scale, step,
                 keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, PART,
-                1, True,
+                1, True, False,
             )  # fmt: skip
+    b, kv, n0 = anew(b), anew(kv), anew(n0)
     alive = (tl.arange(0, BLOCK_N) < near(live - n0, 4096))[:, None]
     dk_ptr += b * dk_stride_b + kv * dk_stride_h + k0 * dk_stride_t
     dv_ptr += b * dv_stride_b + kv * dv_stride_h + k0 * dv_stride_t

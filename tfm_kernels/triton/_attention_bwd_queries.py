@@ -11,6 +11,7 @@ import triton.language as tl
 from ._attention import (
     band,
     dots,
+    edges_first,
     is_finite,
     kernel,
     keys_met,
@@ -23,7 +24,7 @@ from ._attention import (
 )
 from ._attention_bwd_tile import DELTA, SHIFT, TOP, gradient_tile, load_statistics, statistic
 from ._attention_pairs import pair_mask, pair_tile
-from ._tile import unknown
+from ._tile import anew, settled, unknown
 
 
 @triton.jit
@@ -67,14 +68,18 @@ def gather(
     dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t, keep_stride_d, scale, step, keep_scale,
     last_dropped, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS_ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, SHIELDED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of queries, over all the keys that it sees."""
+    """dq of a tile of queries, over all the keys that it sees.
+
+    WHOLE: whether tiles of keys that all rows see have a loop of their own; else they come last in the one.
+    """
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     begin, end, full_begin, full_end = keys_met(m0, tq, live, low, high, BLOCK_M)
     first, full_first, full_last, last = tiles_met(begin, end, full_begin, full_end, BLOCK_N)
-    whole = full_last - full_first
+    edges = last - (full_last - full_first) if WHOLE else last
     # what does not change from tile to tile stays in the loops where it takes too many registers
-    CROWDED: tl.constexpr = BLOCK_D == 256 or (bias_ptr is not None and seed_ptr is not None)
+    CROWDED: tl.constexpr = BLOCK_D == 256
     if keep_ptr is not None:
         if not CAREFUL:
             dq = unknown(dq)
@@ -88,8 +93,8 @@ def gather(
                 CAREFUL, STAGES > 1,
             )  # fmt: skip
     else:
-        for c in tl.range(first, last - whole, num_stages=STAGES, disable_licm=CROWDED):
-            n0 = start(c + tl.where(c >= full_first, whole, 0), tk, BLOCK_N)
+        for c in tl.range(first, edges, num_stages=STAGES, disable_licm=CROWDED):
+            n0 = start(edges_first(c, full_first, full_last, last, WHOLE), tk, BLOCK_N)
             dq = meet(
                 dq, q, dout, top, shift, delta, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, dbias_ptr, keep_ptr, seed_ptr,
                 first_row, m0, n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
@@ -97,14 +102,15 @@ def gather(
                 keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, True,
                 CAREFUL, STAGES > 1,
             )  # fmt: skip
-        for c in tl.range(full_first, full_last, num_stages=STAGES, disable_licm=CROWDED):
-            dq = meet(
-                dq, q, dout, top, shift, delta, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, dbias_ptr, keep_ptr, seed_ptr,
-                first_row, m0, start(c, tk, BLOCK_N), begin, end, tq, tk, live, low, high, D, DV, q_stride_t,
-                k_stride_t, v_stride_t, dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t,
-                keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
-                PRECISION, SHIELDED, CHUNK, False, CAREFUL, STAGES > 1,
-            )  # fmt: skip
+        if WHOLE:
+            for c in tl.range(full_first, full_last, num_stages=STAGES, disable_licm=CROWDED):
+                dq = meet(
+                    dq, q, dout, top, shift, delta, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, dbias_ptr, keep_ptr,
+                    seed_ptr, first_row, m0, start(c, tk, BLOCK_N), begin, end, tq, tk, live, low, high, D, DV,
+                    q_stride_t, k_stride_t, v_stride_t, dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t,
+                    keep_stride_t, keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D,
+                    PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, False, CAREFUL, STAGES > 1,
+                )  # fmt: skip
     return dq
 
 
@@ -142,15 +148,15 @@ def attention_bwd_queries_kernel(
     kv = h // G
     q_ptr += b * q_stride_b + h * q_stride_h + q0 * q_stride_t
     dout_ptr += b * dout_stride_b + h * dout_stride_h + q0 * dout_stride_t
-    k_ptr += b * k_stride_b + kv * k_stride_h + k0 * k_stride_t
-    v_ptr += b * v_stride_b + kv * v_stride_h + k0 * v_stride_t
+    k_ptr = settled(k_ptr + b * k_stride_b + kv * k_stride_h + k0 * k_stride_t)
+    v_ptr = settled(v_ptr + b * v_stride_b + kv * v_stride_h + k0 * v_stride_t)
     rows = b * lse_stride_b + h * lse_stride_h + q0
     if bias_ptr is not None:
-        bias_ptr += b * bias_stride_b + h * bias_stride_h
+        bias_ptr = settled(bias_ptr + b * bias_stride_b + h * bias_stride_h)
     if dbias_ptr is not None:
-        dbias_ptr += b * dbias_stride_b + h * dbias_stride_h
+        dbias_ptr = settled(dbias_ptr + b * dbias_stride_b + h * dbias_stride_h)
     if keep_ptr is not None:
-        keep_ptr += b * keep_stride_b + h * keep_stride_h
+        keep_ptr = settled(keep_ptr + b * keep_stride_b + h * keep_stride_h)
     slot = b * list_stride_b + h * list_stride_h + row_tile
     statistics = load_statistics(statistics_ptr + rows * 8, m0, tq, BLOCK_M, True)
     top = statistic(statistics, TOP)
@@ -169,7 +175,7 @@ def attention_bwd_queries_kernel(
         seed_ptr, first_row, slot, list_width, m0, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
         dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t, keep_stride_d, scale, step,
         keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK,
-        1 if CAREFUL else STAGES, CAREFUL,
+        1 if CAREFUL else STAGES, CAREFUL, True,
     )  # fmt: skip
     if (bias_ptr is not None or keep_ptr is not None) and not CAREFUL:
         if not is_finite(dq):
@@ -178,7 +184,8 @@ def attention_bwd_queries_kernel(
                 tiles_ptr, seed_ptr, first_row, slot, list_width, m0, tq, tk, live, low, high, D, DV, q_stride_t,
                 k_stride_t, v_stride_t, dout_stride_t, bias_stride_t, bias_stride_d, dbias_stride_t, keep_stride_t,
                 keep_stride_d, scale, step, keep_scale, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
-                PRECISION, SHIELDED, CHUNK, 1, True,
+                PRECISION, SHIELDED, CHUNK, 1, True, False,
             )  # fmt: skip
+    b, h, m0 = anew(b), anew(h), anew(m0)
     dq_ptr += b * dq_stride_b + h * dq_stride_h + q0 * dq_stride_t
     store_rows(dq * scale, dq_ptr, m0, tq, dq_stride_t, DQ_D, BLOCK_M, BLOCK_D, OUT_ALIGNED)

@@ -46,6 +46,25 @@ def unknown(t):
 
 
 @triton.jit
+def anew(x):
+    """A number of a program, below 2^31, as one that no compiler knows to be ``x``: all programs lie along one axis.
+
+    What follows from it is computed where it is used, instead of being kept in registers since it was used before.
+    """
+    return (x.to(tl.int32) + (tl.num_programs(2) - 1)).to(x.dtype)
+
+
+@triton.jit
+def settled(ptr):
+    """A scalar pointer, as one number: else the parts that it was added up from may each be kept in registers."""
+    if not INTERPRETED:
+        number = ptr.to(tl.int64)
+        number = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", (number,), tl.int64, is_pure=False, pack=1)
+        ptr = number.to(ptr.dtype)
+    return ptr
+
+
+@triton.jit
 def inside(offs_n, N, ALIGNED: tl.constexpr):
     """Which columns exist; ALIGNED promises that N is a multiple of 8, so that 8 neighbours share their answer.
 

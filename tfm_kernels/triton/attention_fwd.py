@@ -23,6 +23,7 @@ from . import _attention_fwd_few, _launch
 from ._attention import (
     band,
     dots,
+    edges_first,
     finish,
     is_finite,
     kept_tile,
@@ -37,7 +38,7 @@ from ._attention import (
 )
 from ._attention_call import Call, Config, rows_aligned
 from ._attention_pairs import score_tile
-from ._tile import unknown
+from ._tile import anew, settled, unknown
 
 # Compilations for one combination of storage types and of optional arguments, whatever the shapes: five head widths,
 # two tiles each, rows that start at multiples of 16 bytes or not, and so for bias and keep.
@@ -122,9 +123,10 @@ def attend(
     tops = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     begin, end, full_begin, full_end = keys_met(m0, tq, live, low, high, BLOCK_M)
     first, full_first, full_last, last = tiles_met(begin, end, full_begin, full_end, BLOCK_N)
+    # disable_licm: what does not change from tile to tile stays in the loop where it takes too many registers
     if keep_ptr is not None:
         acc = unknown(acc)
-        for c in tl.range(0, tl.load(counts_ptr + slot), num_stages=STAGES):
+        for c in tl.range(0, tl.load(counts_ptr + slot), num_stages=STAGES, disable_licm=CAREFUL):
             n0 = start(tl.load(tiles_ptr + slot * list_width + c), tk, BLOCK_N)
             acc, sums, tops = meet(
                 acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, begin, end,
@@ -133,21 +135,27 @@ def attend(
                 PRECISION, SHIELDED, CHUNK, True, CAREFUL, STAGES > 1,
             )  # fmt: skip
     else:
-        for c in tl.range(first, last - (full_last - full_first), num_stages=STAGES):
-            n0 = start(c + tl.where(c >= full_first, full_last - full_first, 0), tk, BLOCK_N)
+        # what is rare needs no loop of its own for tiles that all rows see, but the same order
+        WHOLE: tl.constexpr = not CAREFUL
+        CROWDED: tl.constexpr = WHOLE and bias_ptr is not None and seed_ptr is not None and BLOCK_D != 256
+        for c in tl.range(
+            first, last - (full_last - full_first) if WHOLE else last, num_stages=STAGES, disable_licm=CROWDED
+        ):
+            n0 = start(edges_first(c, full_first, full_last, last, WHOLE), tk, BLOCK_N)
             acc, sums, tops = meet(
                 acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0, n0, begin, end,
                 tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t, bias_stride_d,
                 keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED,
                 PRECISION, SHIELDED, CHUNK, True, CAREFUL, STAGES > 1,
             )  # fmt: skip
-        for c in tl.range(full_first, full_last, num_stages=STAGES):
-            acc, sums, tops = meet(
-                acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0,
-                start(c, tk, BLOCK_N), begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t,
-                bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N,
-                BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, False, CAREFUL, STAGES > 1,
-            )  # fmt: skip
+        if WHOLE:
+            for c in tl.range(full_first, full_last, num_stages=STAGES):
+                acc, sums, tops = meet(
+                    acc, sums, tops, q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, seed_ptr, first_row, m0,
+                    start(c, tk, BLOCK_N), begin, end, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t,
+                    v_stride_t, bias_stride_t, bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped,
+                    BLOCK_M, BLOCK_N, BLOCK_D, PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, False, False, STAGES > 1,
+                )  # fmt: skip
     return acc, sums, tops
 
 
@@ -181,13 +189,13 @@ def attention_fwd_kernel(
     if m0 >= tq:
         return
     kv = h // G
-    k_ptr += b * k_stride_b + kv * k_stride_h + k0 * k_stride_t
-    v_ptr += b * v_stride_b + kv * v_stride_h + k0 * v_stride_t
+    k_ptr = settled(k_ptr + b * k_stride_b + kv * k_stride_h + k0 * k_stride_t)
+    v_ptr = settled(v_ptr + b * v_stride_b + kv * v_stride_h + k0 * v_stride_t)
     if bias_ptr is not None:
-        bias_ptr += b * bias_stride_b + h * bias_stride_h
+        bias_ptr = settled(bias_ptr + b * bias_stride_b + h * bias_stride_h)
     slot = b * list_stride_b + h * list_stride_h + row_tile
     if keep_ptr is not None:
-        keep_ptr += b * keep_stride_b + h * keep_stride_h
+        keep_ptr = settled(keep_ptr + b * keep_stride_b + h * keep_stride_h)
     q_ptr += b * q_stride_b + h * q_stride_h + q0 * q_stride_t
     q = m0  # read where it is used
     if CHUNK == 0:
@@ -207,6 +215,7 @@ def attention_fwd_kernel(
                 bias_stride_d, keep_stride_t, keep_stride_d, scale, step, last_dropped, BLOCK_M, BLOCK_N, BLOCK_D,
                 PAIRS_ALIGNED, PRECISION, SHIELDED, CHUNK, 1, True,
             )  # fmt: skip
+    b, h, m0 = anew(b), anew(h), anew(m0)
     out, lse = finish(acc, sums, tops, unit, keep_scale)
     out_ptr += b * out_stride_b + h * out_stride_h + q0 * out_stride_t
     store_rows(out, out_ptr, m0, tq, out_stride_t, OUT_D, BLOCK_M, BLOCK_D, OUT_ALIGNED)
