@@ -83,11 +83,16 @@ def gradient_tile(
     hidden = x == float("-inf")
     dropped = p
     if seed_ptr is not None:
-        # dk and dv leave few registers
-        kept = kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N, TRANSPOSED)
+        # there lanes draw the same numbers (bench/GPU_PENDING.md), and have few registers left
+        ALIKE: tl.constexpr = SHIELDED and bias_ptr is None
+        kept = kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N, TRANSPOSED and ALIKE)
         if TRANSPOSED:
             kept = tl.trans(kept)
-        dropped = tl.where(kept, p * keep_scale, 0.0)
+        dropped = p * keep_scale
+        if TRANSPOSED and not ALIKE and (bias_ptr is not None or keep_ptr is not None):
+            # -1 says that it is not: asked twice, Triton draws the numbers twice, for tiles of different layouts
+            kept = tl.where(kept, dropped, -1.0) != -1.0
+        dropped = tl.where(kept, dropped, 0.0)
         products = tl.where(kept, products * keep_scale, 0.0)
     dx = p * (products - along_rows(delta, TRANSPOSED))
     if MASKED or bias_ptr is not None:
