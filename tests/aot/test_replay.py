@@ -21,6 +21,8 @@ CASES = {op: [case for case in pairs_once() if case.op == op] for op in sorted({
 class Compiled(CompiledKernel):
     """Stands for a compiled kernel; launched past its JITFunction, it tells so."""
 
+    module = None  # as of one that no GPU has loaded
+
     def __init__(self, kernel, tell):
         self.kernel, self.tell = kernel, tell
 
