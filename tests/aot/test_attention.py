@@ -7,8 +7,8 @@ from tests.aot import attention_table, plan
 ENTRIES = attention_table.entries()
 QUICK = [
     name for name in ENTRIES
-    if name.startswith("sm_90") and ("x64 " in name or "x128 " in name) and name.endswith(("bf16 plain", "bf16 full"))
-    or name == "sm_90 attention_fwd_merge x128"
+    if name.startswith("sm_90") and ("x64 " in name or "x128 " in name)
+    and name.endswith(("bf16 plain", "bf16 full", "bf16 bias dropout")) or name == "sm_90 attention_fwd_merge x128"
 ]  # fmt: skip
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 

@@ -124,8 +124,9 @@ def attend(
     begin, end, full_begin, full_end = keys_met(m0, tq, live, low, high, BLOCK_M)
     first, full_first, full_last, last = tiles_met(begin, end, full_begin, full_end, BLOCK_N)
     # disable_licm: what does not change from tile to tile stays in the loop where it takes too many registers
-    if keep_ptr is not None:
+    if keep_ptr is not None or bias_ptr is not None:
         acc = unknown(acc)
+    if keep_ptr is not None:
         for c in tl.range(0, tl.load(counts_ptr + slot), num_stages=STAGES, disable_licm=CAREFUL):
             n0 = start(tl.load(tiles_ptr + slot * list_width + c), tk, BLOCK_N)
             acc, sums, tops = meet(
