@@ -52,11 +52,11 @@ def calls(arch):
             for kind, aligned in kinds:
                 for queries in (64, 65) if dtype == "bf16" else (65,):
                     yield width, queries, dtype, kind, aligned
-    if arch == 90:
-        for width in (64, 128, 256):
+    for width in (64, 128, 256):
+        for kind in ("dropout", "bias", "keep", "bias dropout", "keep dropout"):
+            yield width, 65, "bf16", kind, True
+        if arch == 90:
             yield width, 65, "bf16", "plain", False
-            for kind in ("dropout", "bias", "keep", "bias dropout", "keep dropout"):
-                yield width, 65, "bf16", kind, True
             yield width, 65, "fp16", "plain", True
 
 

@@ -88,6 +88,12 @@ def narrowest_copy(compiled):
     )
 
 
+def draws(compiled, products):
+    """How many products of 32 by 32 bits each of the loops that multiply has: 20 for every four random numbers."""
+    loops = _main_loops(_read(compiled)[1].replace("IMAD.WIDE.U32", "WIDE").replace("IMAD.HI.U32", "WIDE"), products)
+    return [loop.get("WIDE", 0) for loop in loops]
+
+
 def _main_loops(code, products):
     """How often the instructions of COUNTED and of ``products`` occur in each innermost loop that holds a product.
 
@@ -103,7 +109,7 @@ def _main_loops(code, products):
             loops.append((labels[found[1]], number))
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     counts = [Counter(_INSTRUCTION.findall("\n".join(lines[first:last]))) for first, last in inner]
-    kept = {*COUNTED, *products}
+    kept = {*COUNTED, *products, "WIDE"}
     return [{k: n for k, n in count.items() if k in kept} for count in counts if any(count[p] for p in products)]
 
 

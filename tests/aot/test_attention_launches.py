@@ -13,7 +13,7 @@ ANYWHERE = [-(1 << 40), 1 << 40, -(1 << 40), 1 << 40]
 
 def test_launches():
     """Every head has its width, every tile a power of two, and few queries a small tile."""
-    for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
+    for capability in ((8, 0), (8, 6), (9, 0), (10, 0), (12, 0)):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             for extras in ("none", "aligned", "unaligned"):
                 for width in range(1, 257):
@@ -26,6 +26,23 @@ def test_launches():
     assert pick(64, 4096, "none", torch.bfloat16, (9, 0)) == Config(128, 64, 64, 0, 8, 3)
     assert pick(128, 4096, "none", torch.bfloat16, (9, 0)) == Config(64, 64, 128, 0, 4, 3)
     assert pick(128, 4096, "none", torch.bfloat16, (10, 0)) == Config(128, 64, 128, 0, 8, 2)
+
+
+def test_warps_share_what_they_multiply():
+    """Where each warp multiplies by itself: 16 rows of the result for each, or 8 columns of the weights."""
+    pick, bwd = attention_fwd.pick_config, attention_bwd.pick_config
+    for capability in ((8, 0), (8, 6), (8, 9), (12, 0), (12, 1)):
+        assert _launch.by_warps(capability)
+        for extras in ("none", "aligned", "unaligned"):
+            for width in range(1, 257):
+                call = (extras, torch.bfloat16, capability)
+                of_rows = [pick(width, 64, *call), pick(width, 65, *call), bwd("queries", width, *call)]
+                of_keys = bwd("keys", width, *call)
+                found = [(config, config.block_m, config.block_n) for config in of_rows]
+                for config, rows, columns in [*found, (of_keys, of_keys.block_n, of_keys.block_m)]:
+                    share = rows / 16 if rows >= config.block_d else columns / 8
+                    assert share >= config.num_warps, (capability, width, extras, config)
+    assert not any(_launch.by_warps(capability) for capability in ((9, 0), (10, 0), (10, 3), (11, 0)))
 
 
 def few(width, group, queries, keys, units, extras="none", dtype=torch.bfloat16, capability=(9, 0), reach=None):

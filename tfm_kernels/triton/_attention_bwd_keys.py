@@ -92,13 +92,11 @@ def gather(
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     begin, end, full_begin, full_end = queries_met(n0, tq, live, low, high, BLOCK_N)
+    if bias_ptr is not None:  # else what they follow from stays in registers beside them
+        begin, end = anew(begin), anew(end)
     first, full_first, full_last, last = tiles_met(begin, end, full_begin, full_end, BLOCK_M)
     edges = last - (full_last - full_first) if WHOLE else last
-    # what does not change from head to head, or from tile to tile, stays in the loops where it takes too many registers
-    PAIRS: tl.constexpr = bias_ptr is not None or keep_ptr is not None
-    CROWDED: tl.constexpr = (
-        PAIRS and seed_ptr is not None and BLOCK_D == 64 and BLOCK_N == (64 if keep_ptr is None else 128)
-    )
+    # what does not change from head to head stays in this loop: it takes too many registers
     for g in tl.range(0, G, disable_licm=True):
         h = kv * G + g
         q_head = settled(q_ptr + h * q_stride_h)
@@ -111,7 +109,7 @@ def gather(
         if keep_ptr is not None:
             keep_head = settled(keep_ptr + h * keep_stride_h)
             list_slot = slot + h * list_stride_h
-            for c in tl.range(0, tl.load(counts_ptr + list_slot), num_stages=STAGES, disable_licm=CROWDED):
+            for c in tl.range(0, tl.load(counts_ptr + list_slot), num_stages=STAGES):
                 m0 = start(tl.load(tiles_ptr + list_slot * list_width + c), tq, BLOCK_M)
                 dk, dv = meet(
                     dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, keep_head, seed_ptr, statistics_head,
@@ -121,7 +119,7 @@ def gather(
                     CAREFUL, STAGES > 1,
                 )  # fmt: skip
         else:
-            for c in tl.range(first, edges, num_stages=STAGES, disable_licm=CROWDED):
+            for c in tl.range(first, edges, num_stages=STAGES):
                 m0 = start(edges_first(c, full_first, full_last, last, WHOLE), tq, BLOCK_M)
                 dk, dv = meet(
                     dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, None, seed_ptr, statistics_head,
@@ -131,7 +129,7 @@ def gather(
                     CAREFUL, STAGES > 1,
                 )  # fmt: skip
             if WHOLE:
-                for c in tl.range(full_first, full_last, num_stages=STAGES, disable_licm=CROWDED):
+                for c in tl.range(full_first, full_last, num_stages=STAGES):
                     dk, dv = meet(
                         dk, dv, k, v, q_head, k_ptr, v_ptr, dout_head, bias_head, None, seed_ptr, statistics_head,
                         first_row, start(c, tq, BLOCK_M), n0, begin, end, tq, tk, live, low, high, D, DV, q_stride_t,
@@ -188,11 +186,8 @@ def attention_bwd_keys_kernel(
     if CHUNK == 0:
         k = load_rows(k_ptr, n0, n0, live, k_stride_t, D, BLOCK_N, BLOCK_D, True)
         v = load_rows(v_ptr, n0, n0, live, v_stride_t, DV, BLOCK_N, BLOCK_D, True)
-    # wide heads, and dropout with more, leave no registers for two ways: they take the careful one at once
-    SMALL: tl.constexpr = BLOCK_D <= 64 and BLOCK_N == 64
-    ONE_WAY: tl.constexpr = BLOCK_D == 256 or (
-        seed_ptr is not None and (bias_ptr is not None or (keep_ptr is not None and not SMALL))
-    )
+    # wide heads, and a bias with dropout, leave no registers for two ways: they take the careful one at once
+    ONE_WAY: tl.constexpr = BLOCK_D == 256 or (seed_ptr is not None and bias_ptr is not None)
     dk, dv = gather(
         k, v, q_ptr, k_ptr, v_ptr, dout_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, statistics_ptr, b, kv,
         n0, slot, list_stride_h, list_width, H, G, row_step, tq, tk, live, low, high, D, DV, q_stride_h, q_stride_t,

@@ -83,13 +83,11 @@ def gradient_tile(
     hidden = x == float("-inf")
     dropped = p
     if seed_ptr is not None:
-        # there lanes draw the same numbers (bench/GPU_PENDING.md), and have few registers left
-        ALIKE: tl.constexpr = SHIELDED and bias_ptr is None
-        kept = kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N, TRANSPOSED and ALIKE)
+        kept = kept_tile(seed_ptr, first_row, m0, n0, last_dropped, BLOCK_M, BLOCK_N, False)
         if TRANSPOSED:
             kept = tl.trans(kept)
         dropped = p * keep_scale
-        if TRANSPOSED and not ALIKE and (bias_ptr is not None or keep_ptr is not None):
+        if TRANSPOSED and (bias_ptr is not None or keep_ptr is not None):
             # -1 says that it is not: asked twice, Triton draws the numbers twice, for tiles of different layouts
             kept = tl.where(kept, dropped, -1.0) != -1.0
         dropped = tl.where(kept, dropped, 0.0)

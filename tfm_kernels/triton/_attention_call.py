@@ -267,7 +267,7 @@ def shielded(dtype: torch.dtype, precision: str, rows: int, capability: tuple[in
     the joins of dropout, and does not look through branches. By keep's 8 bits it misplaces weights of 16 keys or
     queries at a time; its pull request 11691 mends that. Warp groups take 64 rows, and factors that are not so planned.
     """
-    by_warps = rows < 64 or capability[0] not in (9, 10, 11)
+    by_warps = rows < 64 or _launch.by_warps(capability)
     return precision == "tf32" or (dtype != torch.float32 and by_warps)
 
 

@@ -103,10 +103,16 @@ def load_pairs(
 
 @triton.jit
 def kept_pairs(shown, keep, keep_stride_t, SHIELDED: tl.constexpr):
-    """Those ``shown`` that keep shows too; SHIELDED hides its bits from Triton (_attention_call.py's shielded())."""
+    """Those ``shown`` that keep shows too; SHIELDED hides its bits from Triton (_attention_call.py's shielded()).
+
+    Both ways read keep: of what one way leaves as it was, Triton computes the softmax anew for each layout that the
+    products ask for, and all that follows in layouts in which lanes of a warp do the same.
+    """
     if SHIELDED:
         if keep_stride_t >= 0:  # as every stride is
             shown = shown & (keep != 0)
+        else:
+            shown = shown & (keep == 0)
     else:
         shown = shown & (keep != 0)
     return shown
@@ -131,7 +137,8 @@ def score_tile(
         x = tl.where(bias == tl.minimum(x, float("-inf")), float("-inf"), x)
     if MASKED:
         shown = visible_tile(m0, n0, live, low, high, BLOCK_M, BLOCK_N, TRANSPOSED)
-        if TRANSPOSED:  # rows that do not exist add 0 to a key, and not 0 times NaN to one that no row sees
+        # rows that do not exist, and have no bias or keep, add 0 to a key, and not 0 times NaN to one that no row sees
+        if TRANSPOSED and bias_ptr is None and keep_ptr is None:
             shown = shown & (rows_of(BLOCK_M, True) < near(tq - m0, 4096))
         if keep_ptr is not None:
             keep = load_pairs(

@@ -137,6 +137,15 @@ def small_shared(capability: tuple[int, int]) -> bool:
     return capability not in LARGE_SHARED
 
 
+def by_warps(capability: tuple[int, int]) -> bool:
+    """Whether each warp multiplies 16-bit tiles by itself, and no group of them does (compute capability 8 and 12).
+
+    Of products that follow from each other Triton deals out the result's rows to warps, or columns, of the weights too,
+    where these are more. A warp takes 16 rows or 8 columns: where there are fewer for each, warps do the same.
+    """
+    return capability[0] in (8, 12)
+
+
 def matrix(x: Tensor) -> Tensor:
     """``x`` (M, N) with unit stride along N, copied only where its strides do not allow that; either may be 0."""
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()

@@ -56,12 +56,14 @@ def pick_config(kernel: str, dim: int, extras: str, dtype: torch.dtype, capabili
     if capability[0] == 9:
         return _hopper(kernel, block_d, extras)
     narrow, wide = block_d <= 64, block_d == 256
+    if _launch.by_warps(capability) and not narrow:
+        return _by_warps(kernel, block_d, extras)
     if kernel == "bias":
         return Config(64, 16 if wide else 32, block_d, 0, 4 if narrow else 8, num_stages=1)
     if kernel == "keys":
         stages = 1 if capability[0] >= 10 and block_d >= 128 else 2  # asked for ahead they spill there
         return Config(16, 128 if narrow else 64, block_d, 0, num_warps=8, num_stages=stages)
-    if extras == "none" and not (wide and _launch.small_shared(capability)):
+    if extras == "none":
         stays, passes = (64, 32) if wide else (128, 64 if narrow else 32)
     else:
         stays, passes = (128, 16 if extras == "unaligned" else 32) if narrow else (64, 16)
@@ -95,6 +97,20 @@ def _hopper(kernel: str, block_d: int, extras: str) -> Config:
         return Config(64, 64, block_d, 0, num_warps=4, num_stages=2)
     passes = 32 if narrow and extras != "unaligned" else 16
     return Config(64, passes, block_d, 0, num_warps=4, num_stages=3)
+
+
+def _by_warps(kernel: str, block_d: int, extras: str) -> Config:
+    """Heads of more than 64 where each warp multiplies by itself, chosen as in attention_fwd.py: no GPU has told."""
+    wide, plain = block_d == 256, extras == "none"
+    if kernel == "bias":
+        return Config(64 if wide else 128, 16, block_d, 0, num_warps=8, num_stages=1)
+    if wide:
+        return Config(32, 32, block_d, 0, num_warps=4, num_stages=2)
+    if kernel == "queries":
+        return Config(128, 32 if plain else 16, block_d, 0, num_warps=8, num_stages=2)
+    if plain:
+        return Config(16, 128, block_d, 0, num_warps=8, num_stages=2)
+    return Config(64, 64, block_d, 0, num_warps=8, num_stages=1 if extras == "unaligned" else 2)
 
 
 def attention_bwd(

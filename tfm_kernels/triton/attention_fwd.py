@@ -60,24 +60,47 @@ def pick_config(dim: int, queries: int, extras: str, dtype: torch.dtype, capabil
     warpgroups where weights and values fill the time, heads of 128 and extras; of heads of 64 with none 1.0 to 1.08.
     """
     block_d = max(16, _launch.next_power_of_2(dim))
-    few, old = queries <= 64, capability[0] == 8 or _launch.small_shared(capability)
+    few, none = queries <= 64, extras == "none"
     if dtype == torch.float32:
         block_m, num_warps = 64 if block_d < 256 else 32, 8 if block_d >= 128 else 4
         return Config(block_m, 16, block_d, 16, num_warps, num_stages=1, max_registers=255)
+    if _launch.by_warps(capability):
+        return _by_warps(block_d, few, extras)
     hopper = capability[0] == 9
-    if hopper and extras == "none" and block_d == 256 and not few:
+    if hopper and none and block_d == 256 and not few:
         return Config(128, 64 if dim % 8 == 0 else 32, block_d, 0, num_warps=8, num_stages=2)
-    if block_d == 256 or extras == "unaligned" or (extras != "none" and block_d == 128 and old):
+    if block_d == 256 or extras == "unaligned":
         return Config(64, 16 if block_d == 256 and extras == "unaligned" else 32, block_d, 0, 8, num_stages=2)
-    if hopper and (few or extras != "none" or block_d == 128):
-        return Config(64, 32 if extras != "none" and block_d == 128 else 64, block_d, 0, num_warps=4, num_stages=3)
-    if few and extras == "none":
-        return Config(64, 64, block_d, 0, num_warps=4, num_stages=2)
+    if hopper and (few or not none or block_d == 128):
+        return Config(64, 32 if not none and block_d == 128 else 64, block_d, 0, num_warps=4, num_stages=3)
     if few:
-        return Config(64, 32, block_d, 0, num_warps=4, num_stages=2, max_registers=255)
+        return _of_few(block_d, none)
     if block_d == 128:
-        return Config(128, 64 if extras == "none" else 32, block_d, 0, num_warps=8, num_stages=2)
-    return Config(128, 32 if extras != "none" and old else 64, block_d, 0, num_warps=8, num_stages=3)
+        return Config(128, 64 if none else 32, block_d, 0, num_warps=8, num_stages=2)
+    return Config(128, 64, block_d, 0, num_warps=8, num_stages=3)
+
+
+def _of_few(block_d: int, none: bool) -> Config:
+    """Few queries, of a call without extras or with."""
+    if none:
+        return Config(64, 64, block_d, 0, num_warps=4, num_stages=2)
+    return Config(64, 32, block_d, 0, num_warps=4, num_stages=2, max_registers=255)
+
+
+def _by_warps(block_d: int, few: bool, extras: str) -> Config:
+    """Where each warp multiplies by itself: tiles that warps share without doing the same, of those that do not spill.
+
+    No GPU has told which is fastest: what was least is the larger of the clocks of products, instructions and reads of
+    shared memory by which a multiprocessor of an A100 gets a pair done.
+    """
+    none, narrow = extras == "none", block_d <= 64
+    if block_d == 256 or (few and block_d == 128 and not none):
+        return Config(32, 32, block_d, 0, num_warps=4, num_stages=2)
+    if few or (narrow and extras == "unaligned"):
+        return _of_few(block_d, none)
+    if narrow:
+        return Config(128, 64 if none else 32, block_d, 0, num_warps=8, num_stages=3)
+    return Config(128, 64 if none else 16, block_d, 0, num_warps=8, num_stages=2)
 
 
 @triton.jit
@@ -210,6 +233,9 @@ def attention_fwd_kernel(
     )  # fmt: skip
     if bias_ptr is not None or keep_ptr is not None:
         if not is_finite(acc):  # sums hold already, and to the bit
+            b, h, row_tile = anew(b), anew(h), anew(row_tile)
+            first_row = (b * H + h) * row_step
+            slot = b * list_stride_b + h * list_stride_h + row_tile
             acc, _, tops = attend(
                 q, q_ptr, k_ptr, v_ptr, bias_ptr, keep_ptr, counts_ptr, tiles_ptr, seed_ptr, first_row, slot,
                 list_width, m0, tq, tk, live, low, high, D, DV, q_stride_t, k_stride_t, v_stride_t, bias_stride_t,
