@@ -55,14 +55,13 @@ def pick_config(kernel: str, dim: int, extras: str, dtype: torch.dtype, capabili
         return Config(64, 32, block_d, 0, 4 if block_d <= 64 else 8, num_stages=1)
     if capability[0] == 9:
         return _hopper(kernel, block_d, extras)
-    narrow, wide = block_d <= 64, block_d == 256
-    if _launch.by_warps(capability) and not narrow:
+    if _launch.by_warps(capability):
         return _by_warps(kernel, block_d, extras)
+    narrow, wide = block_d <= 64, block_d == 256
     if kernel == "bias":
         return Config(64, 16 if wide else 32, block_d, 0, 4 if narrow else 8, num_stages=1)
-    if kernel == "keys":
-        stages = 1 if capability[0] >= 10 and block_d >= 128 else 2  # asked for ahead they spill there
-        return Config(16, 128 if narrow else 64, block_d, 0, num_warps=8, num_stages=stages)
+    if kernel == "keys":  # wider ones spill where they are asked for ahead
+        return Config(16, 128 if narrow else 64, block_d, 0, num_warps=8, num_stages=2 if narrow else 1)
     if extras == "none":
         stays, passes = (64, 32) if wide else (128, 64 if narrow else 32)
     else:
@@ -100,15 +99,19 @@ def _hopper(kernel: str, block_d: int, extras: str) -> Config:
 
 
 def _by_warps(kernel: str, block_d: int, extras: str) -> Config:
-    """Heads of more than 64 where each warp multiplies by itself, chosen as in attention_fwd.py: no GPU has told."""
-    wide, plain = block_d == 256, extras == "none"
+    """Where each warp multiplies by itself, chosen as in attention_fwd.py: no GPU has told which is fastest."""
+    narrow, wide, plain = block_d <= 64, block_d == 256, extras == "none"
     if kernel == "bias":
-        return Config(64 if wide else 128, 16, block_d, 0, num_warps=8, num_stages=1)
+        stays, passes = (64, 32) if narrow else (64 if wide else 128, 16)
+        return Config(stays, passes, block_d, 0, 4 if narrow else 8, num_stages=1)
     if wide:
         return Config(32, 32, block_d, 0, num_warps=4, num_stages=2)
     if kernel == "queries":
-        return Config(128, 32 if plain else 16, block_d, 0, num_warps=8, num_stages=2)
-    if plain:
+        passes = 16 if extras == "unaligned" else (32 if narrow else 16) * (2 if plain else 1)
+        return Config(128, passes, block_d, 0, num_warps=8, num_stages=2)
+    if narrow and plain:
+        return Config(32, 64, block_d, 0, num_warps=4, num_stages=2)
+    if narrow or plain:
         return Config(16, 128, block_d, 0, num_warps=8, num_stages=2)
     return Config(64, 64, block_d, 0, num_warps=8, num_stages=1 if extras == "unaligned" else 2)
 
