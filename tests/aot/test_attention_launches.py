@@ -31,7 +31,7 @@ def test_launches():
 def test_warps_share_what_they_multiply():
     """Where each warp multiplies by itself: 16 rows of the result for each, or 8 columns of the weights."""
     pick, bwd = attention_fwd.pick_config, attention_bwd.pick_config
-    for capability in ((8, 0), (8, 6), (8, 9), (12, 0), (12, 1)):
+    for capability in ((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)):
         assert _launch.by_warps(capability)
         for extras in ("none", "aligned", "unaligned"):
             for width in range(1, 257):

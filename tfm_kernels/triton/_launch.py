@@ -138,12 +138,12 @@ def small_shared(capability: tuple[int, int]) -> bool:
 
 
 def by_warps(capability: tuple[int, int]) -> bool:
-    """Whether each warp multiplies 16-bit tiles by itself, and no group of them does (compute capability 8 and 12).
+    """Whether each warp multiplies 16-bit tiles by itself, as on all GPUs but those where groups of warps do (9 to 11).
 
     Of products that follow from each other Triton deals out the result's rows to warps, or columns, of the weights too,
     where these are more. A warp takes 16 rows or 8 columns: where there are fewer for each, warps do the same.
     """
-    return capability[0] in (8, 12)
+    return capability[0] not in (9, 10, 11)
 
 
 def matrix(x: Tensor) -> Tensor:
