@@ -136,10 +136,14 @@ def test_the_choice_depends_on_size_and_on_training(dtype, nearest, monkeypatch)
     assert chosen("layer_norm", small, eps_outside=1e-6) == "cpu"
 
 
-FFN_TRAINS = {_library.XEON: (64, 9000), _library.ZEN3: (1, 63, 64, 511, 4096), _library.ZEN4: (1, 63, 512, 9000)}
-FFN_LEFT = {_library.XEON: (1, 63), _library.ZEN3: (512, 4095), _library.ZEN4: ()}
-FFN_TRAINS_IN_TILES = {_library.XEON: (8192,), _library.ZEN3: (8192,), _library.ZEN4: (1, 128, 8192)}
-FFN_LEFT_IN_TILES = {_library.XEON: (1, 8191), _library.ZEN3: (1, 8191), _library.ZEN4: (129, 8191)}
+FFN_TRAINS = {
+    _library.XEON: (1, 63, 64, 9000),
+    _library.ZEN3: (1, 63, 64, 511, 4096),
+    _library.ZEN4: (1, 63, 512, 9000),
+}
+FFN_LEFT = {_library.XEON: (), _library.ZEN3: (512, 4095), _library.ZEN4: ()}
+FFN_TRAINS_IN_16_BITS = {_library.XEON: (1, 511, 4096), _library.ZEN3: (8192,), _library.ZEN4: (1, 128, 8192)}
+FFN_LEFT_IN_16_BITS = {_library.XEON: (512, 4095), _library.ZEN3: (1, 8191), _library.ZEN4: (129, 8191)}
 FFN_INFERENCE_LEFT = {
     (_library.XEON, torch.float32): {3}, (_library.ZEN3, torch.float32): {2, 3}, (_library.ZEN4, torch.float32): set(),
     (_library.XEON, torch.bfloat16): set(), (_library.ZEN3, torch.bfloat16): set(),
@@ -147,16 +151,32 @@ FFN_INFERENCE_LEFT = {
 }  # fmt: skip
 
 
+def ffn_takes(rows, dtype, width=8):
+    """Whether automatic choice trains a feed-forward block by the kernel for CPUs."""
+    weights = torch.ones(2, width, dtype=dtype, requires_grad=True), None, torch.ones(width, 2, dtype=dtype), None
+    return "-> cpu" in tfk.explain("ffn", torch.ones(rows, width, dtype=dtype), *weights)
+
+
 @pytest.mark.parametrize("nearest", PROCESSORS)
 def test_ffn_leaves_pytorch_training_that_it_does_faster(nearest, monkeypatch):
     monkeypatch.setattr(_library, "nearest", nearest)
-    monkeypatch.setattr(_library, "bf16_tiles", True)
+    for products in ("bf16_tiles", "f16_products"):
+        monkeypatch.setattr(_library, products, True)
     for dtype, taken, left in (
-        (torch.float32, FFN_TRAINS, FFN_LEFT), (torch.bfloat16, FFN_TRAINS_IN_TILES, FFN_LEFT_IN_TILES),
-    ):  # fmt: skip
-        weights = torch.ones(16, 8, dtype=dtype, requires_grad=True), None, torch.ones(8, 16, dtype=dtype), None
-        takes = lambda rows, w=weights: "-> cpu" in tfk.explain("ffn", torch.ones(rows, 8, dtype=w[0].dtype), *w)  # noqa: E731
-        assert all(map(takes, taken[nearest])) and not any(map(takes, left[nearest]))
+        (torch.float32, FFN_TRAINS, FFN_LEFT),
+        (torch.bfloat16, FFN_TRAINS_IN_16_BITS, FFN_LEFT_IN_16_BITS),
+        (torch.float16, FFN_TRAINS_IN_16_BITS, FFN_LEFT_IN_16_BITS),
+    ):
+        assert [rows for rows in taken[nearest] if not ffn_takes(rows, dtype)] == []
+        assert [rows for rows in left[nearest] if ffn_takes(rows, dtype)] == []
+
+
+@pytest.mark.parametrize("nearest", PROCESSORS)
+def test_ffn_trains_wide_layers_in_16_bits_where_their_size_decides(nearest, monkeypatch):
+    monkeypatch.setattr(_library, "nearest", nearest)
+    monkeypatch.setattr(_library, "bf16_tiles", True)
+    assert not ffn_takes(512, torch.bfloat16, 511)
+    assert ffn_takes(512, torch.bfloat16, 512) is (nearest == _library.XEON)
 
 
 @pytest.mark.parametrize(("nearest", "dtype"), FFN_INFERENCE_LEFT, ids=str)
@@ -172,15 +192,11 @@ def test_ffn_leaves_pytorch_few_rows_without_gradients(nearest, dtype, monkeypat
 def test_ffn_trains_float16_from_few_rows_where_pytorch_emulates_it(nearest, monkeypatch):
     monkeypatch.setattr(_library, "nearest", nearest)
     few = nearest == _library.ZEN4
-    weights = torch.ones(16, 8, dtype=torch.float16, requires_grad=True), None, torch.ones(8, 16).half(), None
-    for native in (False, True):
-        monkeypatch.setattr(_library, "f16_products", native)
-        for rows, takes in ((1, few), (3, few), (4, True), (512, True)):
-            answer = tfk.explain("ffn", torch.ones(rows, 8).half(), *weights)
-            assert ("-> cpu" in answer) is (takes and not native), (rows, native)
+    monkeypatch.setattr(_library, "f16_products", False)
+    assert [ffn_takes(rows, torch.float16) for rows in (1, 3, 4, 512)] == [few, few, True, True]
 
 
-QUERIES_FROM = [(_library.XEON, 128, 48), (_library.ZEN3, 64, 32), (_library.ZEN4, 8, 8)]
+QUERIES_FROM = [(_library.XEON, 48, 48), (_library.ZEN3, 64, 32), (_library.ZEN4, 8, 8)]
 
 
 @pytest.mark.parametrize(("nearest", "trains_from", "infers_from"), QUERIES_FROM)
@@ -193,6 +209,18 @@ def test_attention_takes_fewer_queries_where_the_library_is_slow(nearest, trains
             assert f"-> {name}" in tfk.explain("attention", q, q, q)
 
 
+def test_attention_takes_fewer_queries_in_tiles_of_a_xeon(monkeypatch):
+    """In training all with 128 keys and more, where PyTorch's backward is slow."""
+    monkeypatch.setattr(_library, "nearest", _library.XEON)
+    monkeypatch.setattr(_library, "bf16_tiles", True)
+    for needs_grad, queries, keys, name in (
+        (False, 47, 47, "aten"), (False, 48, 48, "cpu"), (False, 47, 128, "aten"), (True, 7, 127, "aten"),
+        (True, 8, 127, "cpu"), (True, 1, 128, "cpu"),
+    ):  # fmt: skip
+        q, k = (torch.ones(1, 2, n, 8, dtype=torch.bfloat16, requires_grad=needs_grad) for n in (queries, keys))
+        assert f"-> {name}" in tfk.explain("attention", q, k, k), (needs_grad, queries, keys)
+
+
 @pytest.mark.parametrize(("nearest", "limit"), [(_library.XEON, 1 << 16), (_library.ZEN3, 1 << 18), (_library.ZEN4, 0)])
 def test_attention_of_one_query_is_chosen_by_what_there_is_to_read(nearest, limit, monkeypatch):
     monkeypatch.setattr(_library, "nearest", nearest)
@@ -200,6 +228,7 @@ def test_attention_of_one_query_is_chosen_by_what_there_is_to_read(nearest, limi
         if keys >= 0:
             q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 2, keys, 8)
             assert f"-> {name}" in tfk.explain("attention", q, k, k)
+            assert "-> aten" in tfk.explain("attention", q.requires_grad_(), k, k), "its gradients take tiles"
 
 
 @pytest.mark.parametrize("nearest", [_library.XEON, _library.ZEN4])

@@ -291,18 +291,21 @@ def test_the_backend_asked_for_is_used():
         tfk.ops.linear_cross_entropy(**given, backend="triton")
 
 
+@pytest.mark.parametrize(("nearest", "few"), [(_library.XEON, 512), (_library.ZEN3, 1024), (_library.ZEN4, 1024)])
 @pytest.mark.parametrize("f16_products", [False, True])
-def test_few_classes_are_left_to_pytorch(f16_products, monkeypatch):
+def test_few_classes_are_left_to_pytorch(f16_products, nearest, few, monkeypatch):
     monkeypatch.setattr(_library, "f16_products", f16_products)
+    monkeypatch.setattr(_library, "nearest", nearest)
     for dtype, training, rows, least in (
         (torch.float32, False, 3, 65),
         (torch.float32, True, 255, 2048),
         (torch.float32, True, 256, 512),
         (torch.bfloat16, False, 3, 65),
-        (torch.bfloat16, True, 1024, 1),
-        (torch.bfloat16, True, 1025, 256),
+        (torch.bfloat16, True, few, 1),
+        (torch.bfloat16, True, few + 1, 256),
         (torch.float16, False, 3, 1),
-        (torch.float16, True, 3, None if f16_products else 1),
+        (torch.float16, True, few, 1),
+        (torch.float16, True, few + 1, 256 if f16_products else 1),
         (torch.float64, False, 3, None),
     ):
         for classes in {least or 3, (least or 3000) - 1} - {0}:

@@ -160,18 +160,21 @@ def _gpu_order(call: AttentionCall) -> tuple[str, ...]:
 
 
 # (dtype, training) -> queries from which cpu is faster than PyTorch's plain attention, which needs no keys turned for
-# matrix tiles and keeps less per tile. Times over PyTorch's with as many keys as queries (two threads, 16 to 384
-# sequence-heads 32 to 128 wide, 2.6 GHz Xeon with AMX): float32 1.15 to 1.23 at 32 queries, 0.83 to 0.88 at 48; in
-# training 1.0 to 1.1 at 48 and 64, 0.9 to 1.2 at 96, 0.75 to 0.92 at 128. bfloat16 0.8 to 1.2 below 128 queries and
-# 1.0 there; in training 0.1 to 0.4 everywhere. float64, which is there to check gradients, has no tiles: 2 at 256.
+# matrix tiles and keeps less per tile. Times over PyTorch's with as many keys as queries (two threads, 8 to 192
+# sequence-heads 32 to 128 wide, Xeon with AMX): float32 0.9 to 1.2 at 24 and 32 queries, 0.7 to 0.9 at 48; in training
+# 1.0 to 1.2 and 0.7 to 1.03, 0.75 to 1.03 at 64, 0.7 to 1.15 at 96. bfloat16 0.7 to 1.05 at 24 and 32 queries (1.17 of
+# 2048 keys), 0.5 to 0.75 at 48, 0.4 to 1.0 at 64, 0.4 to 1.2 at 96; in training 1.2 to 3.4 up to 4 queries, 0.2 to 1.2
+# at 8, 0.1 to 0.4 from 12 and, of 128 keys and more, 0.2 to 0.6. float16 is slower in PyTorch nearly everywhere.
+# float64, which is there to check gradients, has no tiles: 2 at 256.
 _XEON = {
-    (torch.float32, False): 48, (torch.float32, True): 128,
+    (torch.float32, False): 48, (torch.float32, True): 48,
     (torch.float64, False): LONGEST, (torch.float64, True): LONGEST,
 }  # fmt: skip
-_XEON_WITH_TILES = {(torch.bfloat16, False): 128, **_XEON}
-# float32 with so many keys: 16 x 1024 0.99, in training 0.96; 32 x 512 0.90 and 0.95; 48 x 256 0.74 and 0.84. On Zen 4
-# 8 x 512 0.97 and 1.37, 16 x 1024 0.87 and 0.86.
-_MANY_KEYS, _QUERIES_FROM_MANY_KEYS = 256, 16
+_XEON_WITH_TILES = {(torch.bfloat16, False): 48, (torch.bfloat16, True): 8, **_XEON}
+# (dtype, training) -> keys from which another limit holds, and that limit. float32: 16 x 1024 0.99, in training 0.96;
+# 32 x 512 0.90 and 0.95; 48 x 256 0.74 and 0.84. On Zen 4 8 x 512 0.97 and 1.37, 16 x 1024 0.87 and 0.86.
+_MANY_KEYS = {(torch.float32, False): (256, 16), (torch.float32, True): (256, 16)}
+_MANY_KEYS_WITH_TILES = {(torch.bfloat16, True): (128, 0), **_MANY_KEYS}
 # Zen 3 (8 to 512 sequence-heads 32 and 64 wide): in training 0.9 to 1.1 at 48 queries, 0.85 to 1.0 at 64, 0.9 to 1.04
 # at 96.
 _ZEN3 = {**_XEON, (torch.float32, False): 32, (torch.float32, True): 64}
@@ -180,9 +183,9 @@ _ZEN3 = {**_XEON, (torch.float32, False): 32, (torch.float32, True): 64}
 # and 0.25 to 0.95 from 8.
 _ZEN4 = {**_XEON, (torch.float32, False): 8, (torch.float32, True): 8, (torch.bfloat16, True): 4}
 _QUERIES_FROM = {_library.XEON: _XEON, _library.ZEN3: _ZEN3, _library.ZEN4: _ZEN4}
-# One query needs no tiles: cpu is faster where there is much to read. Elements of key: (two threads, 2.6 GHz Xeon)
-# float32 1.0 to 1.2 below 2**16 and 0.7 to 1.1 from there, bfloat16 0.55 to 1.0, but 1.15 to 1.3 for some of 2**21. Zen
-# 4: float32 0.5 to 0.9, bfloat16 0.1 to 0.4 from 2**13.
+# One query needs no tiles, but for its gradients (1.2 to 1.8 in float32): cpu is faster where there is much to read.
+# Elements of key: (two threads, 2.6 GHz Xeon) float32 1.0 to 1.2 below 2**16 and 0.7 to 1.1 from there, bfloat16 0.55
+# to 1.0, but 1.15 to 1.3 for some of 2**21. Zen 4: float32 0.5 to 0.9, bfloat16 0.1 to 0.4 from 2**13.
 _ONE_QUERY_FROM = {_library.XEON: 1 << 16, _library.ZEN3: 1 << 18, _library.ZEN4: 0}
 
 
@@ -192,15 +195,15 @@ def _has_few_queries(call: AttentionCall) -> bool:
         return False
     if call.cu_seqlens_q is not None or call.bias is not None or call.mask.hides():
         return False
-    if call.max_seqlen_q == 1 and call.key.numel() >= _ONE_QUERY_FROM[_library.nearest]:
+    kind = call.query.dtype, _check.records_graph(call.query, call.key, call.value)
+    if call.max_seqlen_q == 1 and not kind[1] and call.key.numel() >= _ONE_QUERY_FROM[_library.nearest]:
         return False
-    long_vectors = _library.nearest != _library.ZEN3
-    if long_vectors and call.max_seqlen_k >= _MANY_KEYS and call.query.dtype == torch.float32:
-        return call.max_seqlen_q < _QUERIES_FROM_MANY_KEYS
     tiles = _library.bf16_tiles and _library.nearest == _library.XEON
-    queries_from = _XEON_WITH_TILES if tiles else _QUERIES_FROM[_library.nearest]
-    training = _check.records_graph(call.query, call.key, call.value)
-    return call.max_seqlen_q < queries_from.get((call.query.dtype, training), 0)
+    if _library.nearest != _library.ZEN3:  # vectors are long
+        many, queries_from = (_MANY_KEYS_WITH_TILES if tiles else _MANY_KEYS).get(kind, (LONGEST, 0))
+        if call.max_seqlen_k >= many:
+            return call.max_seqlen_q < queries_from
+    return call.max_seqlen_q < (_XEON_WITH_TILES if tiles else _QUERIES_FROM[_library.nearest]).get(kind, 0)
 
 
 def run(call: AttentionCall, backend: str) -> tuple[Tensor, Any]:

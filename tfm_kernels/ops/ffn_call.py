@@ -43,20 +43,24 @@ _ATEN_INFERS: dict[tuple[str, torch.dtype], Container[int]] = {
 }
 # float64, which is there to check gradients, has no tiles: from this many rows 0.3 to 0.8, in training 0.2 to 0.7.
 _FLOAT64_FEW = 17
-# In training, without dropout. float32: 32 rows, 512-2048, took cpu 3.9 ms and aten 3.5 on a Xeon; from 2 to 64 rows
-# of 128-512 to 768-3072 cpu takes 1.1 to 1.8 times less than aten on Zen 3 and 1.2 to 2.3 times on Zen 4, at one row
-# 0.55 to 0.7 of its time on Zen 4, with its AVX2 too. Many rows are bound by the same products: with AVX2 aten's BLAS
-# is up to 5 % faster until the hidden activation is so large that its memory decides (1.07 to 1.26 for cpu there); cpu
-# takes 0.93 to 1.0 of aten's time on a Xeon (384-1536 to 768-3072, 512 to 4096 rows) and 0.7 to 0.9 on Zen 4. float16,
-# which PyTorch emulates on Zen 4, 0.01 to 0.65 there.
+# In training, without dropout. float32, few rows: 1 to 64 rows of 128-512 to 768-3072 take cpu 0.4 to 1.06 of aten's
+# time on a Xeon, 1.1 to 1.8 times less than aten on Zen 3 and 1.2 to 2.3 times on Zen 4, at one row 0.55 to 0.7 of its
+# time on Zen 4, with its AVX2 too. Many rows are bound by the same products: with AVX2 aten's BLAS is up to 5 % faster
+# until the hidden activation is so large that its memory decides (1.07 to 1.26 for cpu there); cpu takes 0.93 to 1.0 of
+# aten's time on a Xeon (384-1536 to 768-3072, 512 to 4096 rows) and 0.7 to 0.9 on Zen 4. float16, which PyTorch
+# emulates on Zen 4, 0.01 to 0.65 there.
 _ATEN_TRAINS: dict[tuple[str, torch.dtype], Container[int]] = {
-    (_library.XEON, torch.float32): range(64),
     (_library.ZEN3, torch.float32): range(512, 4096),
     **{(processor, dtype): range(4) for processor in (_library.XEON, _library.ZEN3) for dtype in _16_BITS},
 }
-# The same in tiles of bfloat16, where cpu is faster if the hidden activation is large (0.7 to 0.95 at 1024 rows). Zen
-# 4, 128-512 to 768-3072: 0.4 to 0.98 up to 32 rows, 0.6 to 1.0 at 64 and 128, 0.85 to 1.09 up to 2048.
-_ATEN_TRAINS_IN_TILES = {_library.XEON: range(8192), _library.ZEN3: range(8192), _library.ZEN4: range(129, 8192)}
+# The same where the processor multiplies 16 bits itself: tiles of bfloat16, AVX512_FP16. On a Xeon with both cpu takes
+# 0.35 to 0.98 of aten's time up to 256 rows, 0.6 to 0.95 of 512 wide and more at any number (2048 rows up to 1.08) and
+# 0.65 to 1.0 from 4096 rows; 128-512 to 384-1536 between these 0.8 to 1.16. Zen 4, 128-512 to 768-3072: 0.4 to 0.98 up
+# to 32 rows, 0.6 to 1.0 at 64 and 128, 0.85 to 1.09 up to 2048.
+_ATEN_TRAINS_IN_16_BITS = {
+    _library.XEON: range(512, 4096), _library.ZEN3: range(8192), _library.ZEN4: range(129, 8192)
+}  # fmt: skip
+_WIDE = {_library.XEON: 512}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -79,11 +83,9 @@ def _aten_is_faster(call: Call) -> bool:
         return call.training or call.rows >= _FLOAT64_FEW
     if not call.training:
         return call.rows in _ATEN_INFERS.get((_library.nearest, call.dtype), ())
-    if call.dtype == torch.bfloat16 and _library.bf16_tiles:
-        return call.rows in _ATEN_TRAINS_IN_TILES[_library.nearest]
-    if call.dtype == torch.float16 and _library.f16_products:
-        # 0.5 to 0.7 for cpu at 8 and 32 rows of 512-2048 and 768-3072, 0.9 to 1.0 from 128 to 8192 (2.6 GHz Xeon)
-        return True
+    if _library.bf16_tiles if call.dtype == torch.bfloat16 else call.dtype == torch.float16 and _library.f16_products:
+        narrow = call.width < _WIDE.get(_library.nearest, math.inf)
+        return narrow and call.rows in _ATEN_TRAINS_IN_16_BITS[_library.nearest]
     return call.rows in _ATEN_TRAINS.get((_library.nearest, call.dtype), ())
 
 

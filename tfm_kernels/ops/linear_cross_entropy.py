@@ -64,6 +64,8 @@ REMARKS = _backend.PROVEN
 
 # Rows from which it takes longer to compute the logits again than to read and write a weight's gradient once more.
 _SAVING_FROM = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 256, torch.float64: 64}
+# Rows of 16 bits up to which cpu is faster in training, however few classes there are.
+_FEW_16_BITS = {_library.XEON: 512, _library.ZEN3: 1024, _library.ZEN4: 1024}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -90,14 +92,17 @@ def _aten_is_faster(call: Call) -> bool:
     if call.dtype == torch.float64:  # is there to check gradients, and has no tiles
         return True
     # Times over aten's on Zen 4, 16 to 4096 rows of width 128 to 768; of float16, which PyTorch emulates, 0.02 to 0.2.
-    if call.dtype == torch.float16:
-        return _library.f16_products and call.training  # as ffn: not measured
+    # On a Xeon with AVX512_FP16 0.56 to 1.06 without gradients.
+    if call.dtype == torch.float16 and not (_library.f16_products and call.training):
+        return False
     if not call.training:
         return call.classes < 65  # 0.8 to 1.4; from 65 on 0.6 to 1.1, from 256 on 0.3 to 1.0
     rows = None if torch.compiler.is_compiling() else call.rows  # a compiled graph must not depend on it
     if call.dtype == torch.float32:  # 1.0 to 1.8 up to 128 classes, 0.8 to 1.1 at 256 and, below 256 rows, up to 1000
         return call.classes < (512 if rows is None or rows >= _SAVING_FROM[torch.float32] else 2048)
-    return call.classes < 256 and (rows is None or rows > 1024)  # 1.1 to 1.7 for 4096 rows, 0.84 to 1.05 below
+    # 1.1 to 1.7 for 4096 rows, 0.84 to 1.05 below; on a Xeon with AMX and AVX512_FP16, 16 to 128 classes of 128 to 512
+    # features, 0.9 to 1.9 from 768 rows, 0.78 to 1.3 at 512 and 0.6 to 1.09 below
+    return call.classes < 256 and (rows is None or rows > _FEW_16_BITS[_library.nearest])
 
 
 def describe(x, weight, target, bias=None, *, ignore_index=-100, label_smoothing=0.0, reduction="mean") -> Call:
