@@ -196,51 +196,6 @@ def test_ffn_trains_float16_from_few_rows_where_pytorch_emulates_it(nearest, mon
     assert [ffn_takes(rows, torch.float16) for rows in (1, 3, 4, 512)] == [few, few, True, True]
 
 
-QUERIES_FROM = [(_library.XEON, 48, 48), (_library.ZEN3, 64, 32), (_library.ZEN4, 8, 8)]
-
-
-@pytest.mark.parametrize(("nearest", "trains_from", "infers_from"), QUERIES_FROM)
-def test_attention_takes_fewer_queries_where_the_library_is_slow(nearest, trains_from, infers_from, monkeypatch):
-    monkeypatch.setattr(_library, "nearest", nearest)
-    monkeypatch.setattr(_library, "bf16_tiles", False)
-    for needs_grad, limit in ((True, trains_from), (False, infers_from)):
-        for queries, name in ((limit - 1, "aten"), (limit, "cpu")):
-            q = torch.ones(1, 2, queries, 8, requires_grad=needs_grad)
-            assert f"-> {name}" in tfk.explain("attention", q, q, q)
-
-
-def test_attention_takes_fewer_queries_in_tiles_of_a_xeon(monkeypatch):
-    """In training all with 128 keys and more, where PyTorch's backward is slow."""
-    monkeypatch.setattr(_library, "nearest", _library.XEON)
-    monkeypatch.setattr(_library, "bf16_tiles", True)
-    for needs_grad, queries, keys, name in (
-        (False, 47, 47, "aten"), (False, 48, 48, "cpu"), (False, 47, 128, "aten"), (True, 7, 127, "aten"),
-        (True, 8, 127, "cpu"), (True, 1, 128, "cpu"),
-    ):  # fmt: skip
-        q, k = (torch.ones(1, 2, n, 8, dtype=torch.bfloat16, requires_grad=needs_grad) for n in (queries, keys))
-        assert f"-> {name}" in tfk.explain("attention", q, k, k), (needs_grad, queries, keys)
-
-
-@pytest.mark.parametrize(("nearest", "limit"), [(_library.XEON, 1 << 16), (_library.ZEN3, 1 << 18), (_library.ZEN4, 0)])
-def test_attention_of_one_query_is_chosen_by_what_there_is_to_read(nearest, limit, monkeypatch):
-    monkeypatch.setattr(_library, "nearest", nearest)
-    for keys, name in ((limit // 16, "cpu"), (limit // 16 - 1, "aten")):
-        if keys >= 0:
-            q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 2, keys, 8)
-            assert f"-> {name}" in tfk.explain("attention", q, k, k)
-            assert "-> aten" in tfk.explain("attention", q.requires_grad_(), k, k), "its gradients take tiles"
-
-
-@pytest.mark.parametrize("nearest", [_library.XEON, _library.ZEN4])
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_attention_has_another_limit_for_many_keys_where_vectors_are_long(needs_grad, nearest, monkeypatch):
-    monkeypatch.setattr(_library, "nearest", nearest)
-    few = "cpu" if nearest == _library.ZEN4 else "aten"
-    for queries, keys, name in ((15, 256, "aten"), (15, 255, few), (16, 255, few), (16, 256, "cpu")):
-        q, k = (torch.ones(1, 2, length, 8, requires_grad=needs_grad) for length in (queries, keys))
-        assert f"-> {name}" in tfk.explain("attention", q, k, k)
-
-
 def test_the_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(_backend.Choices, "LIMIT", 3)
     choices = _backend.Choices()

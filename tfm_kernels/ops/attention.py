@@ -37,7 +37,7 @@ from .._library import declare, missing, signature
 from ..aten import attention as aten
 from ..mask import Band, Mask
 from ..reference import attention as reference
-from .attention_call import LONGEST, AttentionCall, bucket, checked_call, describe_dense
+from .attention_call import LONGEST, AttentionCall, bucket, checked_call, describe_dense, mask_parts
 from .attention_watch import is_watched, tell
 
 _ARGUMENTS = (
@@ -338,9 +338,8 @@ def attention(
     """
     options = scale, dropout_p, return_lse, deterministic
     known = None
-    if seed is None and (not isinstance(mask, Mask) or mask.key_lengths is None):  # the values of lengths are checked
-        shown = (mask.top_left, mask.bottom_right, mask.keep_matrix) if isinstance(mask, Mask) else mask
-        known = signature(backend, query, key, value, shown, bias, *options)
+    if seed is None:
+        known = signature(backend, query, key, value, mask_parts(mask), bias, *options)
     name = _CHOICES.get(known)
     if name is None:
         call = describe_dense("attention", query, key, value, mask, bias, scale, dropout_p, seed, *options[2:])
@@ -348,6 +347,6 @@ def attention(
     elif name == "aten" and mask is None and bias is None and not is_watched():  # no form to bring it to; 2 us less
         return aten.plain_attention(query, key, value, scale)
     else:
-        call = checked_call(query, key, value, mask, bias, *options)
+        call = checked_call("attention", query, key, value, mask, bias, *options)
     out, lse = run(call, name)
     return (out, lse) if return_lse else out

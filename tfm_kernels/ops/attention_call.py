@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,7 @@ def describe_dense(
 
 
 def checked_call(
+    op: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -92,7 +93,11 @@ def checked_call(
     return_lse: bool,
     deterministic: bool,
 ) -> AttentionCall:
-    """The same as ``describe_dense`` for arguments like those that it has accepted, without a seed."""
+    """The same as ``describe_dense`` for arguments like those that it has accepted, without a seed.
+
+    Only lengths, whose values are not in the signature of a call, are looked at again.
+    """
+    queries, keys = query.shape[2], key.shape[2]
     if bias is not None and bias.dim() == 2:
         bias = bias[None, None]
     if mask is None:
@@ -103,11 +108,17 @@ def checked_call(
             mask = Mask(keep_matrix=four)
         else:
             mask, bias = EVERYTHING, four if bias is None else bias_sum(four, bias)
+    elif mask.key_lengths is not None:
+        _check_lengths(op, mask.key_lengths, keys)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    queries, keys = query.shape[2], key.shape[2]
     return AttentionCall(
         query, key, value, mask, bias, None, None, queries, keys, scale, dropout_p, None, return_lse, deterministic
     )
+
+
+def mask_parts(mask: Mask | Tensor | None) -> Any:
+    """What ``_library.signature`` is to see of a mask."""
+    return (mask.top_left, mask.bottom_right, mask.key_lengths, mask.keep_matrix) if isinstance(mask, Mask) else mask
 
 
 def check_heads(op: str, given: dict[str, Tensor], layout: str, dims: int) -> None:
@@ -176,14 +187,21 @@ def check_mask(op: str, mask: Mask, query: Tensor, sizes: tuple[int, int, int, i
         batch, _, _, keys = sizes
         _check.shape(op, "mask's key_lengths", lengths, (batch,), f"query {tuple(query.shape)}")
         check_device(op, "mask's key_lengths", lengths, query)
-        if on_host(lengths) and batch and (lengths.min() < 0 or lengths.max() > keys):
-            raise ValueError(
-                f"{op}: mask's key_lengths must lie in [0, {keys}], the number of keys, got values from "
-                f"{int(lengths.min())} to {int(lengths.max())}"
-            )
+        _check_lengths(op, lengths, keys)
     if keep is not None:
         _broadcastable(op, "mask", keep, query, sizes)
     return mask
+
+
+def _check_lengths(op: str, lengths: Tensor, keys: int) -> None:
+    if not on_host(lengths):
+        return
+    values = lengths.tolist()  # less than what min() and max() of a tensor cost
+    if values and (min(values) < 0 or max(values) > keys):
+        raise ValueError(
+            f"{op}: mask's key_lengths must lie in [0, {keys}], the number of keys, got values from "
+            f"{min(values)} to {max(values)}"
+        )
 
 
 def check_device(op: str, name: str, tensor: Tensor, query: Tensor) -> None:

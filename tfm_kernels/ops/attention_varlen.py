@@ -6,10 +6,24 @@ import torch
 from torch import Tensor
 
 from .. import _check
-from .._backend import Op, register, select
+from .._backend import Choices, Op, register, select
+from .._library import signature
 from ..mask import Mask
 from .attention import PREFER, REMARKS, SUPPORT, run, stand_in
-from .attention_call import LONGEST, AttentionCall, bucket, check_device, check_heads, check_rest, check_scale, on_host
+from .attention_call import (
+    EVERYTHING,
+    LONGEST,
+    AttentionCall,
+    bucket,
+    check_device,
+    check_heads,
+    check_rest,
+    check_scale,
+    mask_parts,
+    on_host,
+)
+
+_NAME = "attention_varlen"
 
 
 def describe(
@@ -29,7 +43,7 @@ def describe(
     deterministic: bool = True,
 ) -> AttentionCall:
     """Checks the arguments of ``attention_varlen``."""
-    op = "attention_varlen"
+    op = _NAME
     check_heads(op, {"query": query, "key": key, "value": value}, "(total, H, D)", 3)
     _check.shape(op, "value", value, (*key.shape[:2], value.shape[2]), f"key {tuple(key.shape)}")
     _check_segments(op, "cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, query)
@@ -40,7 +54,7 @@ def describe(
             f"got {cu_seqlens_q.shape[0]} and {cu_seqlens_k.shape[0]}"
         )
     if mask is None:
-        mask = Mask()
+        mask = EVERYTHING
     elif not isinstance(mask, Mask):
         raise TypeError(f"{op}: mask must be a Mask (causal or window) or None, got {type(mask).__name__}")
     if mask.key_lengths is not None or mask.keep_matrix is not None:
@@ -67,26 +81,29 @@ def _check_segments(op: str, name: str, ends: Tensor, longest_name: str, longest
         raise TypeError(f"{op}: {longest_name} must be an int, got {type(longest).__name__}")
     if not 0 <= longest < LONGEST:
         raise ValueError(f"{op}: {longest_name} must lie in [0, 2**31), got {longest}")
-    if on_host(ends):
-        values = ends.tolist()
-        total = packed.shape[0]
-        lengths = [end - start for start, end in zip(values, values[1:], strict=False)]
-        if values[0] != 0 or values[-1] != total or min(lengths, default=0) < 0:
-            raise ValueError(
-                f"{op}: {name} must start at 0, never fall and end at {total}, the number of tokens, "
-                f"got {_short(values)}"
-            )
-        if max(lengths, default=0) > longest:
-            raise ValueError(
-                f"{op}: {longest_name} must be at least the longest sequence {max(lengths)}, got {longest}"
-            )
+    _check_ends(op, name, ends, longest_name, longest, packed.shape[0])
+
+
+def _check_ends(op: str, name: str, ends: Tensor, longest_name: str, longest: int, total: int) -> None:
+    """Looks at the values, which the signature of a call does not hold."""
+    if not on_host(ends):
+        return
+    values = ends.tolist()
+    lengths = [end - start for start, end in zip(values, values[1:], strict=False)]
+    if values[0] != 0 or values[-1] != total or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"{op}: {name} must start at 0, never fall and end at {total}, the number of tokens, got {_short(values)}"
+        )
+    if max(lengths, default=0) > longest:
+        raise ValueError(f"{op}: {longest_name} must be at least the longest sequence {max(lengths)}, got {longest}")
 
 
 def _short(values: list[int]) -> str:
     return str(values) if len(values) <= 12 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
 
 
-_OP = register(Op("attention_varlen", SUPPORT, PREFER, describe, bucket, stand_in, REMARKS))
+_OP = register(Op(_NAME, SUPPORT, PREFER, describe, bucket, stand_in, REMARKS))
+_CHOICES = Choices()
 
 
 def attention_varlen(
@@ -146,9 +163,23 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, ends, ends, 4, 4, Mask.causal()).shape
         torch.Size([7, 4, 16])
     """
-    call = describe(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, scale=scale,
-        dropout_p=dropout_p, seed=seed, return_lse=return_lse, deterministic=deterministic,
-    )  # fmt: skip
-    out, lse = run(call, select(_OP, call, backend))
+    ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    options = scale, dropout_p, return_lse, deterministic
+    known = None
+    if seed is None:
+        known = signature(backend, query, key, value, *ends, *longest, mask_parts(mask), *options)
+    name = _CHOICES.get(known)
+    if name is None:
+        call = describe(
+            query, key, value, *ends, *longest, mask, scale=scale, dropout_p=dropout_p, seed=seed,
+            return_lse=return_lse, deterministic=deterministic,
+        )  # fmt: skip
+        name = _CHOICES.keep(known, select(_OP, call, backend))
+    else:
+        _check_ends(_NAME, "cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, query.shape[0])
+        _check_ends(_NAME, "cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, key.shape[0])
+        factor = check_scale(_NAME, scale, query)
+        shown = EVERYTHING if mask is None else mask
+        call = AttentionCall(query, key, value, shown, None, *ends, *longest, factor, dropout_p, None, *options[2:])
+    out, lse = run(call, name)
     return (out, lse) if return_lse else out

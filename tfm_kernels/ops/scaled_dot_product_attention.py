@@ -9,12 +9,14 @@ from torch import Tensor
 
 from .. import _check
 from .._autocast import as_autocast
-from .._backend import Op, register, select
+from .._backend import Choices, Op, register, select
+from .._library import signature
 from ..mask import Mask
 from .attention import PREFER, REMARKS, SUPPORT, run, stand_in
-from .attention_call import AttentionCall, bucket, check_device, describe_dense
+from .attention_call import AttentionCall, bucket, check_device, checked_call, describe_dense
 
 _NAME = "scaled_dot_product_attention"
+_CAUSAL = Mask.causal()
 
 
 def describe(
@@ -51,7 +53,7 @@ def describe(
             )
     if is_causal and attn_mask is not None:
         raise ValueError(f"{_NAME}: attn_mask must be None where is_causal is True, got shape {tuple(attn_mask.shape)}")
-    mask: Mask | Tensor | None = Mask.causal() if is_causal else None
+    mask: Mask | Tensor | None = _CAUSAL if is_causal else None
     if query.dim() == 4 and query.shape[0] == key.shape[0] and (enable_gqa or query.shape[1] == key.shape[1]):
         if attn_mask is not None:
             mask = _mask(attn_mask, query, key, query.shape[:2], enable_gqa)
@@ -110,6 +112,7 @@ def _mask(attn_mask: Tensor, query: Tensor, key: Tensor, leading: torch.Size, en
 
 
 _OP = register(Op(_NAME, SUPPORT, PREFER, describe, bucket, stand_in, REMARKS))
+_CHOICES = Choices()
 
 
 def scaled_dot_product_attention(
@@ -158,8 +161,21 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([2, 4, 10, 16])
     """
-    call = describe(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    out, _ = run(call, select(_OP, call, backend))
+    known = None
+    if not torch._C._is_any_autocast_enabled():  # which may cast the tensors
+        known = signature(backend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    name = _CHOICES.get(known)
+    if name is None:
+        call = describe(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        name = select(_OP, call, backend)
+        if call.query is query and call.key is key and call.value is value:
+            _CHOICES.keep(known, name)
+    else:
+        shown = _CAUSAL if is_causal else attn_mask
+        if attn_mask is not None and attn_mask.dim() == 3:
+            shown = attn_mask.unsqueeze(0)
+        call = checked_call(_NAME, query, key, value, shown, None, scale, dropout_p, False, True)
+    out, _ = run(call, name)
     if query.dim() == 4 and out.shape[0] == query.shape[0]:
         return out
     return out.reshape(*_leading(query, key, value, enable_gqa), *out.shape[-2:])
