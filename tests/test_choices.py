@@ -40,7 +40,16 @@ def test_the_same_call_is_checked_once(checked, x):
         ops.add_layer_norm(x, x, w, dropout_p=0.5)
         ops.rms_norm(x, w)
         ops.add_rms_norm(x, x, w)
-    assert checked == ["layer_norm", "add_layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"]
+        ops.add_layer_norm(x, x, w, dropout_p=0.5, dropout_rows=torch.arange(4))
+        ops.add_rms_norm(x, x, w, dropout_rows=torch.arange(4))
+    assert checked == [
+        "layer_norm",
+        *["add_layer_norm"] * 2,
+        "rms_norm",
+        "add_rms_norm",
+        "add_layer_norm",
+        "add_rms_norm",
+    ]
 
 
 def test_another_call_is_checked_anew(checked, x):
@@ -99,10 +108,33 @@ def test_what_is_refused_stays_refused(x, name):
         ops.add_layer_norm(x, x, w, eps=eps, dropout_p=0)
         ops.add_layer_norm(x, x, w, eps=eps, dropout_p=0.5)
         ops.add_rms_norm(x, x, w, eps=eps, dropout_p=0.5)
+        ops.add_layer_norm(x, x, w, eps=eps, dropout_p=0.5, dropout_rows=torch.arange(4))
     for _ in range(2):
         with pytest.raises(error) as again:
             call(x, w)
         assert str(again.value) == str(first.value)
+
+
+def test_row_numbers_of_the_random_rule_are_no_part_of_what_is_alike(x):
+    """Calls that differ in them alone drop what their rows drop, and other shapes of them are refused."""
+    seed, rows = torch.tensor(3), torch.arange(8)
+    w1, w2 = torch.ones(8, 8), torch.eye(8)
+    calls = {
+        "ffn": lambda x, rows: ops.ffn(
+            x, w1, None, w2, None, dropout_p=0.5, seed=seed, dropout_rows=rows, backend="cpu"
+        ),
+        "norm": lambda x, rows: ops.add_layer_norm(
+            x, x, dropout_p=0.5, seed=seed, dropout_rows=rows, backend="cpu"
+        )[1],
+    }  # fmt: skip
+    both = torch.cat([x, x])
+    for call in calls.values():
+        whole = call(both, rows)
+        assert torch.equal(call(x, rows[:4]), whole[:4]) and torch.equal(call(x, rows[4:]), whole[4:])
+        assert not torch.equal(whole[:4], whole[4:])
+        for wrong in (rows, rows[:4].int(), rows[:4, None]):
+            with pytest.raises(ValueError, match="dropout_rows must be"):
+                call(x, wrong)
 
 
 def test_use_backend_is_seen(x):

@@ -159,9 +159,7 @@ def ffn(
         >>> ffn(torch.randn(2, 5, 8), w1, torch.zeros(32), w2, None, activation="gelu").shape
         torch.Size([2, 5, 8])
     """
-    key = None
-    if dropout_rows is None:
-        key = _library.signature(backend, x, w1, b1, w2, b2, activation, gate, dropout_p, recompute)
+    key = _library.signature(backend, x, w1, b1, w2, b2, activation, gate, dropout_p, dropout_rows, recompute)
     choice = _CHOICES.get(key)
     if choice is None:
         options = {"activation": activation, "gate": gate, "dropout_p": dropout_p, "seed": seed}

@@ -281,9 +281,9 @@ def _add_layer_norm(
     eps_outside=0.0, dropout_p=0.0, seed=None, dropout_rows=None, unbiased=False, backend=None,
 ):  # fmt: skip
     key = None
-    if residual is not None and dropout_rows is None:
+    if residual is not None:
         key = _library.signature(
-            "add_layer_norm", backend, x, residual, weight, bias, eps, eps_outside, dropout_p, unbiased
+            "add_layer_norm", backend, x, residual, weight, bias, eps, eps_outside, dropout_p, dropout_rows, unbiased
         )
     name = _CHOICES.get(key)
     if name is None:
@@ -383,8 +383,10 @@ def add_rms_norm(
         >>> y, z = add_rms_norm(torch.randn(2, 5, 8), torch.randn(2, 5, 8))
     """
     key = None
-    if residual is not None and dropout_rows is None:
-        key = _library.signature("add_rms_norm", backend, x, residual, weight, eps, eps_outside, dropout_p)
+    if residual is not None:
+        key = _library.signature(
+            "add_rms_norm", backend, x, residual, weight, eps, eps_outside, dropout_p, dropout_rows
+        )
     name = _CHOICES.get(key)
     if name is None:
         call = _describe_add_rms_norm(
