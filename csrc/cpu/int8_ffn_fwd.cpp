@@ -194,7 +194,7 @@ at::Tensor int8_ffn_fwd_cpu(const at::Tensor& x, const at::Tensor& w1, const at:
   check_vector(b2, Eo, x, kOp, "b2");
   const auto act = static_cast<Activation>(activation);
   const int64_t threads = at::get_num_threads(), tiles = ceil_div(M, kTile);
-  if (!dynamic || tiles < 2 * threads || F == 0)
+  if (!dynamic || tiles < 2 * threads || E == 0 || F == 0)
     return by_features(x, w1, s1, b1, w2, s2, b2, gate, s_gate, act, dynamic);
 
   at::Tensor y = new_output({M, Eo}, x.options());

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import dropout
 from .._autocast import beyond_autocast
 from ._activation import ACTIVATE
+from ._rows import closed
 
 
 @beyond_autocast
@@ -36,6 +37,7 @@ def ffn(
 
 
 def _block(x, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows):
+    x = closed(x)
     hidden = ACTIVATE[activation](F.linear(x, w1, b1))
     if gate is not None:
         hidden = hidden * F.linear(x, gate)

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._autocast import beyond_autocast
+from ._rows import closed
 
 
 @beyond_autocast
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(..., K) -> (..., N); the arguments are those of ops.linear, already checked."""
-    return F.linear(x, weight, bias)
+    return F.linear(closed(x), weight, bias)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._autocast import beyond_autocast
+from ._rows import closed
 
 
 @beyond_autocast
@@ -20,7 +21,7 @@ def linear_cross_entropy(
     reduction: str,
 ) -> Tensor:
     """(M, K) -> () or (M,); the arguments are those of ops.linear_cross_entropy, already checked."""
-    logits = F.linear(x, weight, bias)
+    logits = F.linear(closed(x), weight, bias)
     logits = logits if x.dtype == torch.float64 else logits.float()
     return F.cross_entropy(
         logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction

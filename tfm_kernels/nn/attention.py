@@ -127,9 +127,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)
         if not batched:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-            key_padding_mask = (
-                key_padding_mask.unsqueeze(0) if isinstance(key_padding_mask, Tensor) else key_padding_mask
-            )
+            if isinstance(key_padding_mask, Tensor):
+                _check.shape(_NAME, "key_padding_mask", key_padding_mask, (k.shape[1],), "(Tk,) of key")
+                key_padding_mask = key_padding_mask.unsqueeze(0)
         k, v, extra = self._extra_keys(k, v, seq_axis)
         q, k, v = (self._heads(t, seq_axis) for t in (q, k, v))
         sizes = q.shape[0], self.num_heads, q.shape[2], k.shape[2] - extra
@@ -312,7 +312,7 @@ def masks(
             mask = mask & Mask.hide(given)
         else:
             given = given if given.dtype == query.dtype else given.float()
-            bias = given if bias is None else bias_sum(bias, given)
+            bias = given if bias is None else bias_sum(bias, given, query.dtype)
     if extra:
         mask, bias = _padded(mask, sizes, query, extra), None if bias is None else F.pad(bias, (0, extra))
     return (None if _shows_all(mask) else mask), bias

@@ -52,6 +52,22 @@ class TokenEmbedding(nn.Embedding):
                 )
         super().__init__(vocab_size, d_model, padding_idx, device=device, dtype=dtype)
 
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None
+    ) -> TokenEmbedding:
+        """A table of ready rows (vocab_size, d_model), which are not learned unless ``freeze`` is False."""
+        _check.tensor("TokenEmbedding.from_pretrained", "embeddings", embeddings)
+        if embeddings.dim() != 2:
+            raise ValueError(
+                "TokenEmbedding.from_pretrained: embeddings must have shape (vocab_size, d_model), got "
+                f"{tuple(embeddings.shape)}"
+            )
+        vocab_size, d_model = embeddings.shape
+        table = cls(vocab_size, d_model, padding_idx, device="meta", dtype=embeddings.dtype)
+        table.weight = nn.Parameter(embeddings, requires_grad=not freeze)
+        return table
+
     def reset_parameters(self) -> None:
         """Draws the rows anew, from N(0, 1 / d_model)."""
         nn.init.normal_(self.weight, 0.0, self.embedding_dim**-0.5)

@@ -197,7 +197,8 @@ def _rows(op: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _shaped(y: Tensor, like: Tensor) -> Tensor:
-    return y if like.dim() == y.dim() else y.view(like.shape)  # a view could not be written into after torch.no_grad()
+    # what autograd takes for a view could not be written into after torch.no_grad()
+    return y if like.dim() == y.dim() else torch.ops.aten._unsafe_view(y, like.shape)
 
 
 def _parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -240,6 +240,12 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         self.activation = function
         self.backend = backend
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of an activation that is a module torch's own makes ReLU in every copy of the layer."""
+        nn.Module.__setstate__(self, state)
+        if not hasattr(self, "activation"):
+            self.activation = nn.functional.relu
+
     def forward(
         self,
         tgt: Tensor,

@@ -37,7 +37,7 @@ from .._library import declare, missing, signature
 from ..aten import attention as aten
 from ..mask import Band, Mask
 from ..reference import attention as reference
-from .attention_call import LONGEST, AttentionCall, bucket, checked_call, describe_dense, mask_parts
+from .attention_call import LONGEST, AttentionCall, bucket, checked_call, describe_dense, has_values, mask_parts
 from .attention_watch import is_watched, tell
 
 _ARGUMENTS = (
@@ -87,8 +87,9 @@ def _aten_cannot(call: AttentionCall) -> str | None:
         return "F.scaled_dot_product_attention does not return lse"
     if call.dropout_p > 0.0:
         return "F.scaled_dot_product_attention draws dropout from torch's generator, not by tfm_kernels.dropout"
-    if call.cu_seqlens_q is not None and torch.compiler.is_compiling():
-        return "it loops over the segments, whose lengths a compiled graph does not know"
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        if not (has_values(call.cu_seqlens_q) and has_values(call.cu_seqlens_k)):
+            return "it loops over the segments, whose lengths a compiled graph does not know"
     if _library.differentiates_twice() and torch.backends.cuda.flash_sdp_enabled():  # which a CPU's goes by as well
         return "F.scaled_dot_product_attention is differentiable once outside of sdpa_kernel(SDPBackend.MATH)"
     return None

@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import _check, _library, _measured
 from ..mask import Mask
 
 EVERYTHING = Mask()
+_LEAST, _MOST = 2.0**-126, 2.0**127  # limits of a scale that is no float64
 LONGEST = 1 << 31  # positions of one sequence; also what the dropout counter leaves room for
 
 
@@ -107,10 +110,10 @@ def checked_call(
         if mask.dtype == torch.bool:
             mask = Mask(keep_matrix=four)
         else:
-            mask, bias = EVERYTHING, four if bias is None else bias_sum(four, bias)
+            mask, bias = EVERYTHING, four if bias is None else bias_sum(four, bias, query.dtype)
     elif mask.key_lengths is not None:
         _check_lengths(op, mask.key_lengths, keys)
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    scale = check_scale(op, scale, query)
     return AttentionCall(
         query, key, value, mask, bias, None, None, queries, keys, scale, dropout_p, None, return_lse, deterministic
     )
@@ -167,6 +170,11 @@ def check_scale(op: str, scale: float | None, query: Tensor) -> float:
     _check.number(op, "scale", scale)
     if not -math.inf < scale < math.inf:
         raise ValueError(f"{op}: scale must be a finite number, got {scale}")
+    if query.dtype != torch.float64:  # a factor of scores in float32, where these would be 0 or infinite
+        if -_LEAST < scale < _LEAST:
+            return 0.0
+        if not -_MOST < scale < _MOST:
+            raise ValueError(f"{op}: scale must be below 2**127, as scores are float32, got {scale}")
     return float(scale)
 
 
@@ -212,7 +220,14 @@ def check_device(op: str, name: str, tensor: Tensor, query: Tensor) -> None:
 
 def on_host(tensor: Tensor) -> bool:
     """Whether the values may be looked at: in host memory, and nothing is being traced or transformed."""
-    return tensor.device.type == "cpu" and not (torch.compiler.is_compiling() or _library.transformed())
+    return tensor.device.type == "cpu" and not _library.transformed() and has_values(tensor)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there are values to be read, wherever they are: not in a graph, and not of a tensor that has none."""
+    if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, (FakeTensor, FunctionalTensor)):
+        return False
+    return not (torch._is_functional_tensor(tensor) or torch._C._functorch.is_batchedtensor(tensor))
 
 
 def mask_and_bias(
@@ -233,12 +248,15 @@ def mask_and_bias(
             f"got {_check.dtype_name(mask.dtype)}"
         )
     added = _broadcastable(op, "mask", mask, query, sizes)
-    return EVERYTHING, added if bias is None else bias_sum(added, bias)
+    return EVERYTHING, added if bias is None else bias_sum(added, bias, query.dtype)
 
 
-def bias_sum(a: Tensor, b: Tensor) -> Tensor:
-    """Two biases as one, in float32 at least: -inf hides whatever the other says, and what is finite stays finite."""
-    total = a.to(torch.promote_types(a.dtype, torch.float32)) + b
+def bias_sum(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two biases as one, for scores of ``dtype``, in float32 at least.
+
+    -inf hides whatever the other says, and what is finite stays finite.
+    """
+    total = a.to(torch.promote_types(dtype, torch.float32)) + b
     limit = torch.finfo(total.dtype).max
     total = torch.where(a.isfinite() & b.isfinite(), total.clamp(-limit, limit), total)
     return total.masked_fill((a == -torch.inf) | (b == -torch.inf), -torch.inf)

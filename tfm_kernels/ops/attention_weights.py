@@ -90,8 +90,8 @@ def attention_weights(
     h = _positions("heads", heads, all_heads, query.device)
 
     def shown(t: Tensor) -> Tensor:  # the asked heads and rows of what broadcasts to (B, Hq, Tq, ...)
-        t = t if h is None or t.shape[1] == 1 else t.index_select(1, h)
-        return t if i is None or t.shape[2] == 1 else t.index_select(2, i)
+        t = t if h is None or t.shape[1] < all_heads else t.index_select(1, h)
+        return t if i is None or t.shape[2] < queries else t.index_select(2, i)
 
     visible = mask.dense(*sizes, query.device)
     if bias is not None:

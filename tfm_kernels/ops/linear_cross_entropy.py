@@ -266,7 +266,9 @@ def linear_cross_entropy(
     except (IndexError, RuntimeError):  # looking first would cost as much as a small kernel
         _refuse_targets(target, call.classes, ignore_index)
         raise
-    return loss.view(target.shape) if reduction == "none" else loss
+    if reduction != "none" or target.dim() == 1:
+        return loss
+    return torch.ops.aten._unsafe_view(loss, target.shape)  # which may be written into after torch.no_grad()
 
 
 def _run(name, saves, rows, weight, target, bias, ignore_index, label_smoothing, reduction):

@@ -36,7 +36,29 @@ class _Float64(TorchDispatchMode):
             return func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or torch.float32})
         if func is _aten.view.dtype:  # reads the bits anew
             return func(*args, **kwargs)
+        if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            gradients = _attention_bwd(*args, **kwargs)
+            if gradients is not None:
+                return gradients
         return func(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
+
+
+def _attention_bwd(dout, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):
+    """Gradients of PyTorch's fused attention for CPUs, by the formula where its own are wrong, else None.
+
+    Where a bias hides all keys of a row by one large number, as models do with padding, that number swallows the
+    scores, and in lse the number of keys as well: its gradients are so many times too large.
+    """
+    if attn_mask is None or not attn_mask.is_floating_point() or 0 in attn_mask.shape or is_causal or dropout_p:
+        return None
+    most = attn_mask.amax(-1)
+    if not (most.isfinite() & (most < -(2.0**40))).any() or q.shape[1] != k.shape[1]:
+        return None
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    p = torch.softmax(q @ k.transpose(-1, -2) * scale + attn_mask, -1)
+    dp = dout @ v.transpose(-1, -2)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
 
 
 def _wide(value: Any) -> Any:
