@@ -11,6 +11,7 @@ True always means "may attend".
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -194,6 +195,17 @@ class Mask:
         if self.keep_matrix is not None:
             attend = attend & self.keep_matrix.to(device)
         return attend.expand(batch, heads, queries, keys)
+
+    def visible(self, queries: int, keys: int, device: torch.device | str) -> Tensor | None:
+        """``dense()`` in the smallest shape that broadcasts to (B, H, Tq, Tk), None where nothing is hidden."""
+        parts = []
+        if self.has_band():
+            parts.append(Mask(self.top_left, self.bottom_right).dense(1, 1, queries, keys, device))
+        if self.key_lengths is not None:
+            parts.append(Mask(key_lengths=self.key_lengths).dense(self.key_lengths.shape[0], 1, 1, keys, device))
+        if self.keep_matrix is not None:
+            parts.append(self.keep_matrix)
+        return functools.reduce(torch.logical_and, parts) if parts else None
 
     def explain(self) -> str:
         """The mask in words, one line."""

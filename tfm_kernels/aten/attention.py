@@ -38,7 +38,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Tensor | None, 
         if band == Band(high=0):  # keys behind the last query are seen by none: leave them out
             k, v = k[:, :, :queries], v[:, :, :queries]
             return _attend(q, k, v, scale, is_causal=True)
-    visible = _visible(mask, bias, queries, keys, q.device)
+    visible = mask.visible(queries, keys, q.device)
+    if bias is not None:
+        visible = bias != -torch.inf if visible is None else visible & (bias != -torch.inf)
+    assert visible is not None  # a call in which nothing is hidden is plain
     seen = visible.any(-2).unsqueeze(-1)  # (B or 1, Hq or 1, Tk or 1, 1)
     sees = visible.any(-1, keepdim=True)  # (B or 1, Hq or 1, Tq or 1, 1)
     if seen.shape[1] > 1 and heads != key_heads:
@@ -84,20 +87,3 @@ def _attend(
         added = torch.zeros_like(added, dtype=q.dtype).masked_fill(~added, -torch.inf)
     written_out = torch._scaled_dot_product_attention_math
     return written_out(q, k, v, added, is_causal=is_causal, scale=scale, enable_gqa=grouped)[0]
-
-
-def _visible(mask: Mask, bias: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Who sees whom, in the smallest shape that broadcasts to (B, Hq, Tq, Tk)."""
-    parts = []
-    if mask.has_band():
-        parts.append(Mask(mask.top_left, mask.bottom_right).dense(1, 1, queries, keys, device))
-    if mask.key_lengths is not None:
-        parts.append(Mask(key_lengths=mask.key_lengths).dense(mask.key_lengths.shape[0], 1, 1, keys, device))
-    if mask.keep_matrix is not None:
-        parts.append(mask.keep_matrix)
-    if bias is not None:
-        parts.append(bias != -torch.inf)
-    visible = parts[0]
-    for part in parts[1:]:
-        visible = visible & part
-    return visible
