@@ -183,9 +183,10 @@ FFN_INFERENCE_LEFT = {
 }  # fmt: skip
 
 
-def ffn_takes(rows, dtype, width=8):
-    """Whether automatic choice trains a feed-forward block by the kernel for CPUs."""
-    weights = torch.ones(2, width, dtype=dtype, requires_grad=True), None, torch.ones(width, 2, dtype=dtype), None
+def ffn_takes(rows, dtype, width=8, hidden=0, training=True):
+    """Whether automatic choice runs a feed-forward block, by default as wide inside, by the kernel for CPUs."""
+    w1 = torch.ones(hidden or width, width, dtype=dtype, requires_grad=training)
+    weights = w1, None, torch.ones(width, hidden or width, dtype=dtype), None
     return "-> cpu" in tfk.explain("ffn", torch.ones(rows, width, dtype=dtype), *weights)
 
 
@@ -209,6 +210,22 @@ def test_ffn_trains_wide_layers_in_16_bits_where_their_size_decides(nearest, mon
     monkeypatch.setattr(_library, "bf16_tiles", True)
     assert not ffn_takes(512, torch.bfloat16, 511)
     assert ffn_takes(512, torch.bfloat16, 512) is (nearest == _library.XEON)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("nearest", PROCESSORS)
+def test_ffn_leaves_pytorch_a_narrow_hidden_activation(nearest, training, monkeypatch):
+    """As of adapters, of many rows, but not in types that PyTorch emulates."""
+    monkeypatch.setattr(_library, "nearest", nearest)
+    for native in (False, True):
+        monkeypatch.setattr(_library, "bf16_tiles", native)
+        for dtype, rows in ((torch.float32, 64), (torch.bfloat16, 256)):
+            emulated = dtype == torch.bfloat16 and not native
+            assert ffn_takes(rows, dtype, 512, 256, training) is emulated
+            assert emulated or not training or not ffn_takes(rows, dtype, 510, 255, training)
+    assert ffn_takes(63, torch.float32, 512, 256, training)
+    assert ffn_takes(64, torch.float32, 512, 257, training)
+    assert training or ffn_takes(64, torch.float32, 510, 255, training)
 
 
 @pytest.mark.parametrize(("nearest", "dtype"), FFN_INFERENCE_LEFT, ids=str)
