@@ -243,3 +243,24 @@ def test_two_floating_masks_are_summed_as_scores_are(backend, dtype):
     masks = {"attn_mask": torch.full((4, 4), least), "key_padding_mask": torch.full((2, 4), least)}
     _, weights = module(x, x, x, **{name: mask.to(dtype) for name, mask in masks.items()})
     assert (weights == 0.25).all()
+
+
+def test_padding_of_what_has_no_batch_is_told_by_its_own_shape():
+    x = randn(5, E).float()
+    for wrong in (torch.zeros(1, 5) > 0, torch.zeros(4) > 0):
+        with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(5,\) to match \(Tk,\) of key, got"):
+            tfk.nn.MultiheadAttention(E, H)(x, x, x, key_padding_mask=wrong)
+    assert tfk.nn.MultiheadAttention(E, H)(x, x, x, key_padding_mask=torch.zeros(5) > 0)[0].shape == (5, E)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_weights_change_the_output_by_rounding_alone(masked):
+    """The formula gives both on a CPU, where fused attention gives the output alone."""
+    x, module = randn(2, 9, E).float(), tfk.nn.MultiheadAttention(E, H, batch_first=True)
+    x[1, 4:] = torch.nan if masked else 0.0
+    options = {"key_padding_mask": torch.arange(9) >= torch.tensor([[9], [4]])} if masked else {}
+    out, weights = module(x[:, :4], x, x, **options, average_attn_weights=False)
+    alone, nothing = module(x[:, :4], x, x, **options, need_weights=False)
+    assert nothing is None and torch.isfinite(out).all()
+    torch.testing.assert_close(out, alone)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, H, 4))

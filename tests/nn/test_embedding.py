@@ -76,3 +76,15 @@ def test_embedding_shares_its_weight_with_an_output_layer():
     output.weight = module.weight
     output(module(torch.tensor([1, 2]))).sum().backward()
     assert module.weight.grad is output.weight.grad is not None
+
+
+def test_ready_embeddings_are_taken_as_they_are():
+    rows = randn(10, 4)
+    table = tfk.nn.TokenEmbedding.from_pretrained(rows, padding_idx=2)
+    assert table.weight.data_ptr() == rows.data_ptr() and not table.weight.requires_grad and table.padding_idx == 2
+    ids = torch.tensor([[1, 2, 9]])
+    assert torch.equal(table(ids), rows[ids] * 2.0)
+    assert tfk.nn.TokenEmbedding.from_pretrained(rows, freeze=False).weight.requires_grad
+    for wrong in (rows[0], rows[None]):
+        with pytest.raises(ValueError, match=r"from_pretrained: embeddings must have shape \(vocab_size, "):
+            tfk.nn.TokenEmbedding.from_pretrained(wrong)

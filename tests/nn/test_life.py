@@ -244,3 +244,35 @@ def test_a_second_derivative_is_right_or_refused(backend):
     else:
         with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):  # the only one of torch's that can
             assert_same_in_float64(second(layer), second(theirs))
+
+
+@pytest.mark.parametrize("activation", [torch.nn.GELU(), torch.nn.Tanh()])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_of_a_decoder_layer_keep_a_module_as_activation(activation, copied):
+    """torch's own __setstate__ makes ReLU of it."""
+    torch.manual_seed(0)
+    layer = tfk.nn.TransformerDecoderLayer(8, 2, 16, 0.0, activation, batch_first=True)
+    x = torch.randn(2, 3, 8)
+    assert torch.equal(copied(layer)(x, x), layer(x, x))
+    assert torch.equal(tfk.nn.TransformerDecoder(layer, 1)(x, x), layer(x, x))
+
+
+WRITTEN = {
+    "norm of two dimensions": (lambda: tfk.nn.LayerNorm((2, 8)), (torch.ones(3, 2, 8),)),
+    "RMSNorm of two dimensions": (lambda: tfk.nn.RMSNorm((2, 8)), (torch.ones(3, 2, 8),)),
+    "loss of each row": (
+        lambda: tfk.nn.LinearCrossEntropyLoss(8, 5, reduction="none"), (torch.ones(3, 8), torch.tensor([0, 1, 2]))
+    ),
+    "loss of each token": (
+        lambda: tfk.nn.LinearCrossEntropyLoss(8, 5, reduction="none"), (torch.ones(1, 2, 8), torch.zeros(1, 2).long())
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_made_without_a_graph_may_be_written_into_with_one(name):
+    make, given = WRITTEN[name]
+    with torch.no_grad():
+        y = make()(*given)
+    y.mul_(torch.nn.Parameter(torch.ones(())))
+    assert y.requires_grad

@@ -170,6 +170,19 @@ def test_a_hidden_activation_of_zeros(backend):
     assert torch.equal(tfk.ops.int8_ffn(**given, backend=backend), given["b2"].expand(300, 11))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_features(gated, backend):
+    """What is multiplied by a gate of no features is 0, whatever b1 is."""
+    given = block(700, 0, 5, 3, gated=gated, activation="silu")
+    given["w2"] = torch.full((3, 5), 100, dtype=torch.int8)
+    y = tfk.ops.int8_ffn(**given, backend=backend)
+    if gated:
+        assert torch.equal(y, given["b2"].expand(700, 3))
+    else:
+        torch.testing.assert_close(y, tfk.ops.int8_ffn(**given, backend="reference"))
+
+
 def test_gradients_are_refused_by_name_and_left_to_pytorch_otherwise():
     given = block(8, 24, 40, 12)
     given["x"].requires_grad_()

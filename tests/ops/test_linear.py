@@ -155,3 +155,25 @@ def test_traced_whole():
         lambda x: tfk.ops.linear(x, given["weight"], backend="cpu") * 2, fullgraph=True, backend="eager"
     )
     assert torch.equal(step(given["x"]), tfk.ops.linear(given["x"], given["weight"], backend="cpu") * 2)
+
+
+@pytest.mark.parametrize("width", [7, 63, 72])
+@pytest.mark.parametrize("backend", ["aten", "cpu", None])
+def test_nothing_between_rows_is_read(backend, width):
+    """oneDNN reads on behind short rows of bfloat16, and multiplies what it finds by 0."""
+    rows, dtype = 300, torch.bfloat16
+    x = torch.full((rows, width + 8), torch.nan, dtype=dtype)[:, :width]
+    x.copy_(torch.randn(rows, width, generator=torch.Generator().manual_seed(0)))
+    w1, w2 = torch.ones(40, width, dtype=dtype).requires_grad_(), torch.ones(width, 40, dtype=dtype)
+    target = torch.zeros(rows, dtype=torch.int64)
+    calls = {
+        "linear": lambda x: tfk.ops.linear(x, w1.detach(), backend=backend),
+        "ffn": lambda x: tfk.ops.ffn(x, w1, None, w2, None, backend=backend),
+        "linear_cross_entropy": lambda x: tfk.ops.linear_cross_entropy(x, w1, target, backend=backend),
+    }
+    for name, call in calls.items():
+        y = call(x)
+        assert torch.isfinite(y).all(), name
+        torch.testing.assert_close(y, call(x.contiguous()))
+        if y.requires_grad:
+            assert torch.isfinite(torch.autograd.grad(y.sum(), w1)[0]).all(), name
