@@ -18,6 +18,10 @@ def refused(found, sentence):
     assert sentence in err and err.startswith("python -m tfm_kernels ")
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("task", ["", *TASKS])
 def test_help_shows_an_example(run, task):
     code, out, _ = run("train", *[task] * bool(task), "--help")
@@ -30,9 +34,9 @@ def test_a_run_is_trained_continued_and_never_written_over(run, files, task):
     code, printed, err = run(*training(task, files, out))
     found = json.loads(printed)
     assert code == 0 and found["step"] == 4 and found["validation_loss"] > 0 and "parameters" in err
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    before = contents(out)
     refused(run(*training(task, files, out)), "holds a run; --resume continues it")
-    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert before == contents(out)
     code, printed, _ = run(*training(task, files, out, "--resume", "--steps", "6", "--schedule", "cosine"))
     assert code == 0 and json.loads(printed)["step"] == 6
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -160,10 +164,33 @@ def test_a_run_that_another_process_trains_is_left_alone(run, files):
     from tfm_kernels.training.run_folder import held
 
     assert run(*training("masked-lm", files, files / "run"))[0] == 0
+    before = contents(files / "run")
     with held(files / "run"):
         again = training("masked-lm", files, files / "run", "--resume", "--steps", "8")
         refused(run(*again), "is being trained by another process")
+        assert contents(files / "run") == before
     assert run(*again)[0] == 0
+
+
+@pytest.mark.parametrize("unit", ["character", "byte-pair"])
+def test_a_run_is_not_continued_with_another_part_held_out(run, files, unit):
+    if unit == "byte-pair":
+        pytest.importorskip("tokenizers")
+    (files / "book").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(60)))
+    command = training("causal-lm", files, files / "run", "--unit", unit, "--vocabulary", "300", "--max-length", "16")
+    assert run(*command)[0] == 0
+    before = contents(files / "run")
+    for hold_out in ("0.7", "0"):
+        found = run(*command, "--resume", "--hold-out", hold_out)
+        refused(found, f"cannot be continued: its hold_out is 0.1, now it is {float(hold_out)}")
+    assert contents(files / "run") == before
+    config = files / "run" / "config.json"  # as a version wrote it that did not say how much was held out
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "hold_out"}))
+    before = contents(files / "run")
+    if unit == "byte-pair":
+        refused(run(*command, "--resume", "--hold-out", "0.7"), "text.json is another vocabulary than these options")
+        assert contents(files / "run") == before
+    assert run(*command, "--resume")[0] == 0
 
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(run, files, monkeypatch):

@@ -192,7 +192,7 @@ def _train(options: argparse.Namespace, job: Job) -> int:
     from ..training.allocator import keep_freed_memory
     from ..training.checkpoint import safetensors
     from ..training.loop import as_dict
-    from ..training.run_folder import begin, build, held
+    from ..training.run_folder import begun, build
 
     safetensors()  # or its absence would be found at the first checkpoint
     longest = max(job.examples.lengths)
@@ -219,8 +219,7 @@ def _train(options: argparse.Namespace, job: Job) -> int:
         model = build(job.task, job.sizes)
         shown = here.rank == 0
         if shown:
-            begin(options.out, job.settings(as_dict(config)), job.vocabularies, options.resume)
-            stack.enter_context(held(options.out))
+            stack.enter_context(begun(options.out, job.settings(as_dict(config)), job.vocabularies, options.resume))
             count = sum(parameter.numel() for parameter in model.parameters())
             print("; ".join([*job.remarks, f"{count:,} parameters"]), file=sys.stderr)
         here.wait()

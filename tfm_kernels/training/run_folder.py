@@ -58,34 +58,56 @@ class Trained:
     settings: dict[str, Any]
 
 
-def begin(folder: Path, settings: dict[str, Any], vocabularies: dict[str, Vocabulary], resume: bool) -> None:
-    """Makes the folder of a run, or sees that it is this run's.
+@contextmanager
+def begun(folder: Path, settings: dict[str, Any], vocabularies: dict[str, Vocabulary], resume: bool) -> Iterator[None]:
+    """Makes the folder of a run, or sees that it is this run's, and keeps it for this process until the block ends.
+
+    Where it refuses, nothing in the folder has changed.
 
     Args:
-        folder: new, or empty, or of a run with the same settings; then only ``training.steps`` may differ.
+        folder: new, or empty, or of a run with the same settings and vocabularies; only ``training.steps`` may differ.
         settings: task, model, training, labels, data; JSON.
         vocabularies: by name.
         resume: whether a run that is there is to be continued.
 
     Raises:
-        InputError: the folder holds something else, or a run and ``resume`` is False, or cannot be written.
+        InputError: the folder holds something else, or a run and ``resume`` is False, or cannot be written, or another
+            process trains it.
     """
     settings = json.loads(json.dumps({"format": FORMAT, **settings, "vocabularies": sorted(vocabularies)}))
-    path = folder / "config.json"
-    try:
-        if path.exists():
-            if not resume:
-                raise InputError(f"{folder} holds a run; --resume continues it, another --out leaves it alone")
-            before = _settings(folder)
-            for name, old, new in _differences(before, settings):
-                if name != "training steps":
-                    raise InputError(f"{folder} cannot be continued: its {name} is {old}, now it is {new}")
-        elif folder.exists() and any(not found.name.endswith(".partial") for found in folder.iterdir()):
-            raise InputError(f"{folder} is not empty and holds no run; --out must be a new folder")
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, settings)
-        for name, vocabulary in vocabularies.items():
-            vocabulary.save(folder / f"{name}.json")
+    with held(folder):
+        with _writing(folder):
+            _check(folder, settings, vocabularies, resume)
+            write_json(folder / "config.json", settings)
+            for name, vocabulary in vocabularies.items():
+                vocabulary.save(folder / f"{name}.json")
+        yield
+
+
+def _check(folder: Path, settings: dict[str, Any], vocabularies: dict[str, Vocabulary], resume: bool) -> None:
+    """Refuses a folder that is neither empty nor of this run."""
+    if not (folder / "config.json").exists():
+        if any(not found.name.endswith(".partial") for found in folder.iterdir()):
+            raise InputError(f"{folder} is not empty and holds no run; --out must be a new folder")
+        return
+    if not resume:
+        raise InputError(f"{folder} holds a run; --resume continues it, another --out leaves it alone")
+    before = {"hold_out": settings.get("hold_out"), **_settings(folder)}  # runs of older versions do not say
+    for name, old, new in _differences(before, settings):
+        if name != "training steps":
+            raise InputError(f"{folder} cannot be continued: its {name} is {old}, now it is {new}")
+    for name, vocabulary in vocabularies.items():
+        path = folder / f"{name}.json"
+        if path.exists() and not load(path).same(vocabulary):
+            raise InputError(f"{folder} cannot be continued: {path} is another vocabulary than these options make")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({error.strerror or error})") from error
 
@@ -97,7 +119,8 @@ def held(folder: Path) -> Iterator[None]:
     Raises:
         InputError: another process trains it.
     """
-    handle = os.open(folder, os.O_RDONLY)
+    with _writing(folder):
+        handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -202,10 +225,8 @@ def write_copy(trained: Trained, run: Path, out: Path, quantization: str) -> Non
 
     if out.exists():
         raise InputError(f"{out} exists; the copy must be a new folder")
-    try:
+    with _writing(out):
         write_folder(out, fill)
-    except OSError as error:
-        raise InputError(f"{out} cannot be written ({error.strerror or error})") from error
 
 
 def build(task: str, sizes: dict[str, Any]) -> nn.Module:

@@ -43,6 +43,7 @@ class Job:
         baseline: what guessing reaches on the validation.
         remarks: what the user should know of the data.
         by_line: whether each example is a whole line, with a start and an end.
+        hold_out: the part of the text that is kept for validation, None where that is not how it is chosen.
     """
 
     task: str
@@ -55,10 +56,11 @@ class Job:
     baseline: dict[str, float] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     by_line: bool = False
+    hold_out: float | None = None
 
     def settings(self, training: dict[str, Any]) -> dict[str, Any]:
         """What config.json holds."""
-        data = {"data": self.data, "labels": self.labels, "by_line": self.by_line}
+        data = {"data": self.data, "labels": self.labels, "by_line": self.by_line, "hold_out": self.hold_out}
         return {"task": self.task, "model": self.sizes, "training": training, **data}
 
 
@@ -214,6 +216,7 @@ def causal_lm(
         _digests(path, validation),
         remarks=_counts(learning, "lines" if by_line else f"windows of {text.max_length} tokens"),
         by_line=by_line,
+        hold_out=hold_out if validation is None else None,
     )
 
 

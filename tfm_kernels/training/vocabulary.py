@@ -45,6 +45,10 @@ class Vocabulary(ABC):
     def _content(self) -> Any:
         """What ``load`` needs, for JSON."""
 
+    def same(self, other: Vocabulary) -> bool:
+        """Whether both number every text alike."""
+        return self.kind == other.kind and self._content() == other._content()
+
     def save(self, path: Path) -> None:
         """Writes the vocabulary as JSON, whole or not at all."""
         write_json(path, {"kind": self.kind, "specials": SPECIALS, "content": self._content()})
