@@ -46,6 +46,13 @@ def test_a_run_is_trained_continued_and_never_written_over(run, files, task):
     refused(run(*training(task, files, out, "--resume", "--steps", "6")), "cannot be continued: its data file 1 is ")
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_without_a_part_held_out_every_line_is_learnt(run, files, end):
+    (files / "book").write_text("first\nsecond\nthird" + end)
+    code, out, err = run(*training("causal-lm", files, files / "run", "--by-line", "--hold-out", "0"))
+    assert code == 0 and err.startswith("3 lines, ") and "validation_loss" not in out
+
+
 def test_baselines_are_printed(run, files):
     for task, name in (("classify", "majority_accuracy"), ("masked-lm", "unigram_accuracy")):
         code, out, _ = run(*training(task, files, files / f"run-{task}"))

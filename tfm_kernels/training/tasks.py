@@ -186,7 +186,7 @@ def causal_lm(
     """
     whole = read_text(path)
     cut = round(len(whole) * (1.0 - hold_out)) if validation is None else len(whole)
-    cut = whole.rfind("\n", 0, cut) + 1 if by_line and validation is None else cut  # no line is cut in two
+    cut = whole.rfind("\n", 0, cut) + 1 if by_line and cut < len(whole) else cut  # no line is cut in two
     learnt, held = whole[:cut], read_text(validation) if validation else whole[cut:]
     vocabulary = make(text.unit, [whole] if text.unit == "character" else learnt.splitlines(True), text.size)
 
