@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from typing import Any
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes a file beside its name, brings it to the disk, and renames it."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    sync(partial)
-    os.replace(partial, path)
+    with _or_nothing(path, partial):
+        partial.write_bytes(data)
+        sync(partial)
+        os.replace(partial, path)
     sync(path.parent)
 
 
@@ -36,13 +38,36 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    fill(partial)
-    for file in partial.rglob("*"):
-        sync(file)
-    sync(partial)
-    os.rename(partial, path)
+    with _or_nothing(path, partial):
+        partial.mkdir(parents=True)
+        fill(partial)
+        for file in partial.rglob("*"):
+            sync(file)
+        sync(partial)
+        os.rename(partial, path)
     sync(path.parent)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Within it an OSError names the path, which that of a full disk does not do by itself."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+@contextmanager
+def _or_nothing(path: Path, partial: Path) -> Iterator[None]:
+    """Names ``path`` in an OSError, and gives back the room of what is half-written."""
+    try:
+        with named(path):
+            yield
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def sync(path: Path) -> None:

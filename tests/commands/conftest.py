@@ -1,5 +1,8 @@
 """Tiny files of the four kinds, and a command line in this process."""
 
+import resource
+from contextlib import contextmanager
+
 import pytest
 
 from tfm_kernels import cli
@@ -28,6 +31,17 @@ def training(task, folder, out, *options):
     files = [str(folder / name) for name in TASKS[task]]
     held = [] if task == "causal-lm" else ["--validation", *files]
     return ["train", task, *files, *held, "--out", str(out), "--steps", "4", *SIZES, *options]
+
+
+@contextmanager
+def largest_file(size):
+    """Files can have so many bytes, and a write beyond them fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

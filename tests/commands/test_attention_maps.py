@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
+from tests.commands.conftest import largest_file
 from tests.commands.test_train import refused
 from tfm_kernels.training import run_folder
 from tfm_kernels.training.checkpoint import load_tensors
@@ -44,6 +45,16 @@ def test_every_task_and_a_choice_of_heads(run, runs, tmp_path, task):
     (weights,) = load_tensors(tmp_path / "maps" / "maps.safetensors").values()
     tokens = len("a cat") + {"translate": 1, "causal-lm": 1}.get(task, 2)
     assert weights.shape == (1, 1, tokens, tokens) and torch.allclose(weights.sum(-1), torch.ones(1, 1, tokens))
+
+
+@pytest.mark.parametrize("size", [100, 4096])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(run, runs, tmp_path, size):
+    with largest_file(size):  # too small for the numbers, and for a picture
+        refused(
+            run("attention-maps", runs / "masked-lm", "a cat", "--out", tmp_path / "maps"), "maps cannot be written"
+        )
+    assert not list(tmp_path.iterdir())
+    assert run("attention-maps", runs / "masked-lm", "a cat", "--out", tmp_path / "maps")[0] == 0
 
 
 @pytest.mark.parametrize(

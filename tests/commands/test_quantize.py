@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tests.commands.conftest import TASKS, training
+from tests.commands.conftest import TASKS, largest_file, training
 from tests.commands.test_train import refused
 from tfm_kernels.training.run_folder import opened
 
@@ -60,6 +60,12 @@ def test_it_is_not_trained_on(run, runs, tmp_path):
     result = run(*training("causal-lm", runs, tmp_path / "int8", "--resume"))
     refused(result, "cannot be continued: its quantization is int8_weight_only, now it is None")
     assert all(path.read_bytes() == held for path, held in before.items())
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(run, runs, tmp_path):
+    with largest_file(4096):
+        refused(run("quantize", runs / "causal-lm", tmp_path / "int8"), "int8 cannot be written (Error while")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_wrong_is_one_sentence(run, runs, tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.commands.conftest import TASKS, training
+from tests.commands.conftest import TASKS, largest_file, training
 
 pytest.importorskip("safetensors")
 
@@ -211,6 +211,26 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(run, files, monke
     assert code == 1 and not out and "cannot be used (No space left on device)" in err and "Traceback" not in err
     monkeypatch.undo()
     assert run(*training("masked-lm", files, files / "run", "--resume"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "steps", "words"),
+    [
+        (8192, 4, "step-00000004 cannot be used (Error while serializing: "),
+        (8192, 99, "metrics.jsonl cannot be used (File too large)"),
+        (400, 4, "run cannot be written (File too large)"),
+    ],
+)
+def test_files_that_cannot_be_whole_are_one_sentence(run, files, size, steps, words):
+    command = training("masked-lm", files, files / "run")
+    assert run(*command, "--steps", "2")[0] == 0
+    step = files / "run" / "checkpoints" / "step-00000002"
+    before = contents(step)
+    with largest_file(size):
+        code, out, err = run(*command, "--resume", "--steps", steps)
+    assert code == 1 and not out and words in err and "File too large" in err and "Traceback" not in err
+    assert contents(step) == before and not list((files / "run").rglob("*.partial"))
+    assert run(*command, "--resume")[0] == 0
 
 
 def test_doctor_needs_no_extra():

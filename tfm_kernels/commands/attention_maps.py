@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,6 @@ def _run(options: argparse.Namespace) -> int:
         raise CommandError(f"{options.out} is there already; --out must be a new folder")
     with told():
         from ..attention_maps import get_attention_maps
-        from ..heat_maps import write_heat_maps
-        from ..training.checkpoint import safetensors
         from ..training.run_folder import opened
 
         trained = opened(options.run_folder)
@@ -60,28 +59,39 @@ def _run(options: argparse.Namespace) -> int:
             )
         except ValueError as error:
             raise CommandError(str(error)) from error
-        options.out.mkdir(parents=True, exist_ok=True)
-        tensors = {name: weights.cpu().contiguous() for name, weights in maps.items()}
-        safetensors().save_file(tensors, options.out / "maps.safetensors")
-        found = {
-            name: {"queries": labels[queries], "keys": labels[keys]} for name in maps for queries, keys in [_ends(name)]
-        }
-        (options.out / "labels.json").write_text(
-            json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
         try:
-            for ends in sorted({_ends(name) for name in maps}):
-                group = {name: weights for name, weights in maps.items() if _ends(name) == ends}
-                path = options.out / f"{'_'.join(dict.fromkeys(ends))}.png"
-                names = {"query_labels": labels[ends[0]], "key_labels": labels[ends[1]], "head_names": options.heads}
-                write_heat_maps(path, group, **names)
-                print(f"{path}: {', '.join(group)}")
+            written = _write(options.out, maps, labels, options.heads)
         except ImportError as error:
             raise CommandError(
                 f"the numbers are in {options.out / 'maps.safetensors'}; pictures need matplotlib"
             ) from error
-        print(f"{options.out / 'maps.safetensors'}: the same as numbers (1, heads, queries, keys)")
+        except BaseException as error:
+            shutil.rmtree(options.out, ignore_errors=True)  # it was new or empty
+            if not isinstance(error, OSError):
+                raise
+            raise CommandError(f"{options.out} cannot be written ({error.strerror or error})") from error
+        print("\n".join(written))
     return 0
+
+
+def _write(out: Path, maps: dict[str, Tensor], labels: dict[str, list[str]], heads: list[int] | None) -> list[str]:
+    """Numbers, then labels, then pictures; a line on each file that is of use to a reader."""
+    from ..heat_maps import write_heat_maps
+    from ..training.checkpoint import save_tensors
+
+    out.mkdir(parents=True, exist_ok=True)
+    save_tensors({name: weights.cpu().contiguous() for name, weights in maps.items()}, out / "maps.safetensors")
+    found = {
+        name: {"queries": labels[queries], "keys": labels[keys]} for name in maps for queries, keys in [_ends(name)]
+    }
+    (out / "labels.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    lines = []
+    for ends in sorted({_ends(name) for name in maps}):
+        group = {name: weights for name, weights in maps.items() if _ends(name) == ends}
+        path = out / f"{'_'.join(dict.fromkeys(ends))}.png"
+        write_heat_maps(path, group, query_labels=labels[ends[0]], key_labels=labels[ends[1]], head_names=heads)
+        lines.append(f"{path}: {', '.join(group)}")
+    return [*lines, f"{out / 'maps.safetensors'}: the same as numbers (1, heads, queries, keys)"]
 
 
 def _ends(name: str) -> tuple[str, str]:

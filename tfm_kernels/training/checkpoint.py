@@ -9,6 +9,7 @@ Random numbers need no state of their own: they follow from seed and step (``see
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from dataclasses import asdict, dataclass, field
@@ -109,7 +110,7 @@ class Checkpoints:
 
         def fill(folder: Path) -> None:
             for name, tensors in (("model", weights), ("optimizer", moments)):
-                _save(tensors, folder / f"{name}.safetensors")
+                save_tensors(tensors, folder / f"{name}.safetensors")
             write_json(folder / "state.json", asdict(state))
 
         write_folder(self.path(state.step), fill)
@@ -161,15 +162,26 @@ def _as(value: Tensor, parameter: Tensor) -> Tensor:
 
 def save_weights(model: nn.Module, folder: Path) -> None:
     """Writes model.safetensors into a folder, as ``Checkpoints.save`` does."""
-    _save(_weights(model), folder / "model.safetensors")
+    save_tensors(_weights(model), folder / "model.safetensors")
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    safetensors().save_file(_apart(tensors), path)
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes a safetensors file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    library = safetensors()
+    from safetensors import SafetensorError
+
+    try:
+        library.save_file(_apart(tensors), path)
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -10,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .._durable import write_bytes
+from .._durable import named, write_bytes
 from .text_file import InputError
 
 
@@ -23,22 +24,26 @@ class Metrics:
     """
 
     def __init__(self, path: Path, step: int) -> None:
+        self._path = path
         kept = [row for row in read(path) if row["step"] <= step]
         write_bytes(path, "".join(map(_line, kept)).encode())
         self._file = path.open("a", encoding="utf-8")
 
     def add(self, row: dict[str, Any]) -> None:
         """Appends a line; it is in the file when the call returns."""
-        self._file.write(_line(row))
-        self._file.flush()
+        with named(self._path):
+            self._file.write(_line(row))
+            self._file.flush()
 
     def sync(self) -> None:
         """Brings all lines to the disk, which has to come before the checkpoint that counts on them."""
-        os.fsync(self._file.fileno())
+        with named(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with named(self._path):
+            self._file.close()
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -88,5 +93,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> bool:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=3)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    write_bytes(path, image.getvalue())
     return True
