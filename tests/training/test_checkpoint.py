@@ -1,5 +1,6 @@
 """A run that is killed goes on bit for bit; a checkpoint is whole or not there; a foreign one is refused."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -129,6 +130,19 @@ def test_the_newest_and_the_best_are_kept(tmp_path, whole):
     assert checkpoints.latest().best_step == best
     pytest.importorskip("matplotlib")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_its_files_have_the_mode_of_any_new_file(tmp_path):
+    data, size = toy.examples()
+    model = toy.Toy(size, 0.0)
+    for number, mask in enumerate((0o022, 0o077, 0o002), 1):
+        before = os.umask(mask)
+        try:
+            training.Checkpoints(tmp_path).save(training.State(step=number), model, training.adamw(model, 0.1))
+        finally:
+            os.umask(before)
+        modes = {path.stat().st_mode & 0o777 for path in training.Checkpoints(tmp_path).path(number).iterdir()}
+        assert modes == {0o666 & ~mask}
 
 
 def test_a_checkpoint_of_another_model_is_one_sentence(tmp_path):

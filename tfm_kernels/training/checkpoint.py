@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,11 +171,13 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file.
+    """Writes a safetensors file that whoever may read a new file may read; the library's own are for the owner alone.
 
     Raises:
         OSError: it cannot be written.
     """
+    path.touch()
+    mode = path.stat().st_mode
     library = safetensors()
     from safetensors import SafetensorError
 
@@ -182,6 +185,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         library.save_file(_apart(tensors), path)
     except SafetensorError as error:  # of a full disk, too
         raise OSError(errno.EIO, str(error), str(path)) from error
+    path.chmod(stat.S_IMODE(mode))
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
