@@ -47,6 +47,12 @@ def test_every_task_and_a_choice_of_heads(run, runs, tmp_path, task):
     assert weights.shape == (1, 1, tokens, tokens) and torch.allclose(weights.sum(-1), torch.ones(1, 1, tokens))
 
 
+@pytest.mark.parametrize(("task", "room"), [("masked-lm", 30), ("translate", 31)])
+def test_a_text_that_is_cut_is_told(run, runs, tmp_path, task, room):
+    code, _, err = run("attention-maps", runs / task, "a cat " * 9, "--heads", 0, "--out", tmp_path / "maps")
+    assert code == 0 and err == f"1 line of more than {room} tokens was cut\n"
+
+
 @pytest.mark.parametrize("size", [100, 4096])
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(run, runs, tmp_path, size):
     with largest_file(size):  # too small for the numbers, and for a picture

@@ -46,6 +46,15 @@ def test_a_run_is_trained_continued_and_never_written_over(run, files, task):
     refused(run(*training(task, files, out, "--resume", "--steps", "6")), "cannot be continued: its data file 1 is ")
 
 
+@pytest.mark.parametrize(("task", "cut"), [("classify", 4), ("masked-lm", 4), ("causal-lm", 8)])
+def test_how_many_texts_were_cut_is_told(run, files, task, cut):
+    options = ["--by-line", "--hold-out", "0"] if task == "causal-lm" else []
+    code, _, err = run(*training(task, files, files / "short", *options, "--max-length", "8"))
+    assert code == 0 and f"; {cut} of them cut at --max-length 8; " in err
+    code, _, err = run(*training(task, files, files / "long", *options, "--max-length", "64"))
+    assert code == 0 and " cut " not in err
+
+
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_without_a_part_held_out_every_line_is_learnt(run, files, end):
     (files / "book").write_text("first\nsecond\nthird" + end)

@@ -133,6 +133,10 @@ def test_lines_and_streams_predict_the_next_token(characters):
     (ids,), wanted = lines.batch([0, 1], 0)
     assert ids[0].tolist() == [START, *characters.encode("cat")]
     assert wanted.tolist() == [[*characters.encode("cat"), END], [*characters.encode("a"), END, IGNORED, IGNORED]]
+    cat = characters.encode("cat")
+    assert lines.cut == 0 and training.LineExamples(["cat"], characters, 4).batch([0], 0)[1].tolist() == [[*cat, END]]
+    lines = training.LineExamples(["cat"], characters, 3)  # <end> does not follow on a cut
+    assert lines.cut == 1 and lines.lengths == [3] and lines.batch([0], 0)[1].tolist() == [cat]
     stream = training.StreamExamples(range(100), 10, seed=1)
     seen = [stream.batch(range(len(stream.lengths)), epoch)[0][0] for epoch in (0, 1)]
     assert len(stream.lengths) == 9 and seen[0].shape == (9, 10) and seen[0][0, 0] != seen[1][0, 0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import parser
-from .parser import CommandError, legible, told
+from .parser import CommandError, legible, shortened, told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,9 @@ def add(commands: Any) -> None:
         'attention-maps run "a dog" --target "ein Hund" --layers "*.layers.0.*" --heads 0 3 --out maps',
     )
     command.add_argument("run_folder", type=Path, metavar="run", help="folder that `train` made")
-    command.add_argument("text", help="one sentence")
+    command.add_argument(
+        "text", help="one sentence; where it is longer than the run's --max-length it is cut, and this is told"
+    )
     command.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder of what is written")
     command.add_argument("--target", help="of a translation run: the target; default: the model's own, greedy")
     command.add_argument("--layers", nargs="+", metavar="NAME", help="names or patterns such as '*.layers.0.*'")
@@ -111,11 +113,15 @@ def _inputs(trained: Trained, text: str, target: str | None) -> tuple[list[Tenso
     longest = trained.settings["model"]["max_length"]
     if trained.task != "translate":
         vocabulary = trained.vocabularies["text"]
-        ids = enclosed(vocabulary, text, longest)
+        ids = vocabulary.encode(text)
+        shortened(len(ids) > longest - 2, longest - 2)
+        ids = enclosed(ids, longest)
         ids = ids[: len(ids) - 1] if trained.task == "causal-lm" else ids
         return [torch.tensor([ids])], {"source": _named(vocabulary, ids)}
     source, other = trained.vocabularies["source"], trained.vocabularies["target"]
-    ids = [*source.encode(text)[: longest - 1], END]
+    ids = source.encode(text)
+    shortened(len(ids) >= longest, longest - 1)
+    ids = [*ids[: longest - 1], END]
     if target is None:
         from ..generation import generate
 
@@ -124,7 +130,9 @@ def _inputs(trained: Trained, text: str, target: str | None) -> tuple[list[Tenso
         answer = generate(trained.model, source_ids, room, bos_id=START, eos_id=END)[0].tolist()
         answer = [number for number in answer if number != END]
     else:
-        answer = [START, *other.encode(target)[: longest - 1]]
+        answer = other.encode(target)
+        shortened(len(answer) >= longest, longest - 1)
+        answer = [START, *answer[: longest - 1]]
     labels = {"source": _named(source, ids), "target": _named(other, answer)}
     return [torch.tensor([ids]), torch.tensor([answer])], labels
 

@@ -95,7 +95,12 @@ def _add_model(task: argparse.ArgumentParser) -> None:
     group = task.add_argument_group("text")
     group.add_argument("--unit", choices=("byte-pair", "character"), default="byte-pair", help="what a token is")
     group.add_argument("--vocabulary", type=int, default=8000, metavar="SIZE", help="byte pairs, default 8000")
-    group.add_argument("--max-length", type=int, default=256, help="of an example in tokens, default 256")
+    group.add_argument(
+        "--max-length",
+        type=int,
+        default=256,
+        help="of an example in tokens, default 256; longer ones are cut, pairs left out, and how many is told",
+    )
 
 
 def _add_training(task: argparse.ArgumentParser) -> None:

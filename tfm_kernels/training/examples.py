@@ -131,11 +131,11 @@ class LabelledExamples:
         unknown = sorted({label for _, label in rows} - set(labels))
         if unknown:
             raise InputError(f"{source} has the unknown label {unknown[0]!r}; known are {', '.join(labels)}")
-        self.texts, self.cut, room = Rows(), 0, max_length - 2
+        self.texts, self.cut = Rows(), 0
         for text, _ in rows:
             ids = vocabulary.encode(text)
-            self.cut += len(ids) > room
-            self.texts.append([START, *ids[:room], END])
+            self.cut += len(ids) > max_length - 2
+            self.texts.append(enclosed(ids, max_length))
         self.labels = torch.tensor([numbers[label] for _, label in rows])
         self.lengths = self.texts.lengths
 
@@ -152,7 +152,7 @@ class MaskedExamples:
     Args:
         lines: of text.
         vocabulary: of them.
-        max_length: longer lines are cut.
+        max_length: longer lines are cut; ``cut`` is how many were.
         seed: of the masks.
         share: of the tokens that are to be predicted.
     """
@@ -160,7 +160,11 @@ class MaskedExamples:
     def __init__(
         self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int, seed: int, share: float = 0.15
     ) -> None:
-        self.rows = Rows(enclosed(vocabulary, line, max_length) for line in lines)
+        self.rows, self.cut = Rows(), 0
+        for line in lines:
+            ids = vocabulary.encode(line)
+            self.cut += len(ids) > max_length - 2
+            self.rows.append(enclosed(ids, max_length))
         self.lengths = self.rows.lengths
         self.vocab_size, self.seed, self.share = vocabulary.size, seed, share
 
@@ -188,11 +192,15 @@ class LineExamples:
     Args:
         lines: of text.
         vocabulary: of them.
-        max_length: longer lines are cut.
+        max_length: longer lines are cut, and have no <end> where they are; ``cut`` is how many were.
     """
 
     def __init__(self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int) -> None:
-        self.rows = Rows(enclosed(vocabulary, line, max_length + 1) for line in lines)
+        self.rows, self.cut = Rows(), 0
+        for line in lines:
+            ids = [START, *vocabulary.encode(line), END]
+            self.cut += len(ids) > max_length + 1
+            self.rows.append(ids[: max_length + 1])
         self.lengths = [length - 1 for length in self.rows.lengths]
 
     def batch(self, chosen: Sequence[int], epoch: int) -> Batch:
@@ -233,6 +241,6 @@ class StreamExamples:
         return (windows[:, :-1].contiguous(),), windows[:, 1:].contiguous()
 
 
-def enclosed(vocabulary: Vocabulary, text: str, max_length: int) -> list[int]:
-    """<start> text <end> as token numbers, the text cut so that all of it has at most ``max_length``."""
-    return [START, *vocabulary.encode(text)[: max_length - 2], END]
+def enclosed(ids: Sequence[int], max_length: int) -> list[int]:
+    """<start> text <end>, the text cut so that all of it has at most ``max_length`` tokens."""
+    return [START, *ids[: max_length - 2], END]

@@ -126,7 +126,7 @@ def classification(path: str, validation: str | None, text: Text, layers: int, s
         _digests(path, validation),
         labels,
         baseline,
-        _counts(examples, f"texts with the labels {', '.join(labels)}"),
+        [*_counts(examples, f"texts with the labels {', '.join(labels)}"), *_cuts(examples, text)],
     )
 
 
@@ -155,7 +155,7 @@ def masked_lm(path: str, validation: str | None, text: Text, layers: int, sizes:
         held,
         _digests(path, validation),
         baseline=baseline,
-        remarks=_counts(examples, "lines"),
+        remarks=[*_counts(examples, "lines"), *_cuts(examples, text)],
     )
 
 
@@ -214,7 +214,10 @@ def causal_lm(
         learning,
         examples(held, None, *last) if held.strip() else None,
         _digests(path, validation),
-        remarks=_counts(learning, "lines" if by_line else f"windows of {text.max_length} tokens"),
+        remarks=[
+            *_counts(learning, "lines" if by_line else f"windows of {text.max_length} tokens"),
+            *(_cuts(learning, text) if isinstance(learning, LineExamples) else []),
+        ],
         by_line=by_line,
         hold_out=hold_out if validation is None else None,
     )
@@ -222,6 +225,10 @@ def causal_lm(
 
 def _counts(examples: Examples, what: str) -> list[str]:
     return [f"{len(examples.lengths):,} {what}, {sum(examples.lengths):,} tokens"]
+
+
+def _cuts(examples: LabelledExamples | MaskedExamples | LineExamples, text: Text) -> list[str]:
+    return [f"{examples.cut:,} of them cut at --max-length {text.max_length:,}"] if examples.cut else []
 
 
 def _digests(*paths: str | None) -> dict[str, str]:
