@@ -35,6 +35,14 @@ def test_lines_begin_at_the_start_symbol(run, files):
     assert run("generate", files / "lines", "--prompt", "It", "--tokens", 5)[1].startswith("It")
 
 
+def test_characters_that_the_run_never_saw_are_told(run, runs):
+    sentence = "the run's vocabulary lacks {!r} of --prompt, which the text leaves out\n"
+    code, out, err = run("generate", runs / "causal-lm", "--prompt", "It wäs ß\u65e5 ä", "--tokens", 2)
+    assert code == 0 and out.startswith("It ws ") and err == sentence.format("äß\u65e5")
+    code, _, err = run("generate", runs / "masked-lm", "--prompt", "a \u65e5<mask>")
+    assert code == 0 and err == sentence.format("\u65e5")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ def add(commands: Any) -> None:
     command.add_argument(
         "run_folder", type=Path, metavar="run", help="folder that `train causal-lm` or `train masked-lm` made"
     )
-    command.add_argument("--prompt", default="", help="how the text begins; default: at the start symbol")
+    command.add_argument(
+        "--prompt",
+        default="",
+        help="how the text begins; default: at the start symbol. Characters that the run has never seen are left "
+        "out, which is told",
+    )
     command.add_argument("--tokens", type=int, default=200, help="to add, default 200")
     command.add_argument("--greedy", action="store_true", help="the most probable token instead of a drawn one")
     command.add_argument("--temperature", type=float, default=1.0, help="below 1 is bolder, above 1 wilder; default 1")
@@ -67,6 +73,7 @@ def _continued(trained: Any, options: argparse.Namespace) -> str:
     if not options.greedy:
         how = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     vocabulary, longest = trained.vocabularies["text"], trained.settings["model"]["max_length"]
+    _tell_unknown(vocabulary, options.prompt)
     prompt = vocabulary.encode(options.prompt)
     text = prompt if prompt and not trained.settings.get("by_line") else [START, *prompt]
     wanted = len(text) + options.tokens
@@ -85,6 +92,15 @@ def _continued(trained: Any, options: argparse.Namespace) -> str:
         if END in new or not new:
             break
     return vocabulary.decode(text)
+
+
+def _tell_unknown(vocabulary: Any, prompt: str) -> None:
+    """Says on stderr which characters of a prompt are unknown, if any."""
+    from ..training.vocabulary import UNKNOWN
+
+    found = "".join(one for one in dict.fromkeys(prompt) if UNKNOWN in vocabulary.encode(one))
+    if found:
+        print(f"the run's vocabulary lacks {found!r} of --prompt, which the text leaves out", file=sys.stderr)
 
 
 def _completed(trained: Any, prompt: str) -> str:
@@ -107,6 +123,7 @@ def _completed(trained: Any, prompt: str) -> str:
     ids.append(END)
     if len(ids) > longest:
         raise CommandError(f"--prompt must have at most {longest} tokens, got {len(ids)}")
+    _tell_unknown(vocabulary, "".join([first, *others]))
     with torch.inference_mode():
         scores = trained.model(torch.tensor([ids], device=trained.device))[0]
     lines, offset = [], len(SPECIALS)  # nothing hidden was ever a special token
