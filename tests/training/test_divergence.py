@@ -51,6 +51,18 @@ class NothingToPredict:
         return inputs, torch.full_like(targets, IGNORED)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_loss_of_no_target_is_null(tmp_path):
+    data, size = toy.examples()
+    config = replace(CONFIG, steps=2, log_every=1)
+    result = training.train(
+        toy.Toy(size, 0.0), NothingToPredict(data), config, tmp_path, d_model=toy.WIDTH, progress=False
+    )
+    rows = toy.losses(tmp_path)
+    assert [(row["step"], row["loss"], row["tokens"]) for row in rows] == [(1, None, 0), (2, None, 0)]
+    assert result["loss"] is None and result["step"] == 2
+
+
 def test_a_validation_loss_that_is_no_number_is_null_and_never_the_best(tmp_path):
     data, size = toy.examples()
     torch.manual_seed(3)

@@ -102,7 +102,7 @@ def train(
 
     Returns:
         The last metrics: step, loss, and validation_loss and validation_accuracy where there is validation; None for
-        what is not finite.
+        what is not finite, and for the loss of an update without a target.
 
     Raises:
         InputError: the checkpoint is of another model, or the loss or a weight is no longer finite; then nothing is
@@ -148,8 +148,8 @@ def train(
             if step == config.steps:
                 logged = saved = True
             if logged or saved:
-                mean = loss.item() / max(int(tokens), 1)
-                if not math.isfinite(mean):
+                mean = loss.item() / int(tokens) if tokens else None  # of nothing, as where no token was hidden
+                if mean is not None and not math.isfinite(mean):
                     raise InputError(f"the loss is {mean} at step {step}; a lower learning rate may help")
             if saved and not _all_finite(model, here):  # the update of a loss that was a number can overflow
                 raise InputError(f"the weights are not finite after step {step}; a lower learning rate may help")
@@ -159,7 +159,7 @@ def train(
                 row.update(learning_rate=optimizer.param_groups[0]["lr"], tokens=int(tokens))
                 if metrics:
                     metrics.add({**row, "seconds": round(time.perf_counter() - begin, 3)})
-                words = f"loss {row['loss']:.3f}"
+                words = "no target" if mean is None else f"loss {mean:.3f}"
             bar.step(step, words)
             if saved:
                 if validation is not None:

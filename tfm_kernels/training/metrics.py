@@ -92,7 +92,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> bool:
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=3)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:  # a run of few updates may have no loss at all
+        axes.legend()
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
     write_bytes(path, image.getvalue())
