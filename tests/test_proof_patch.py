@@ -140,6 +140,22 @@ def test_a_bert_encoder_packed(train):
     assert any("output.last_hidden_state: 22 of 64 positions are padding" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mixture_of_experts_as_transformers_makes_it(dtype):
+    """Its grouped product knows no float64, in which only the copy that is the truth runs."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).eval()
+    before = config._experts_implementation
+    report = tfk.prove(model, {"input_ids": torch.randint(99, (2, 11))}, dtype=dtype)
+    assert report.passed, report.table()
+    assert model.config is config and config._experts_implementation == before != "eager"
+
+
 def llama():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
