@@ -129,7 +129,7 @@ def test_models_that_share_a_config():
     assert one.config is two.config
     stock = call(two)
     tfk.patch(one)
-    torch.testing.assert_close(call(two), stock)  # not patched itself, but the config sends its attention to us
+    assert torch.equal(call(two), stock)
     report = tfk.patch(two)
     tfk.unpatch(one)
     assert one.config._attn_implementation == "sdpa"
@@ -137,6 +137,30 @@ def test_models_that_share_a_config():
     assert "set to another one" in str(report)
     tfk.unpatch(two)
     assert two.config._attn_implementation == "sdpa" and torch.equal(call(two), stock)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["bert", "llama", "mistral", "glm4_moe"])  # the last one's masks are dense
+def test_a_model_that_was_not_patched_keeps_its_attention(family, name):
+    """Whether it was there before the patch of another one of its config, or is made from it later."""
+    one = bert() if family == "bert" else decoder(family, **({"sliding_window": 4} if family == "mistral" else {}))
+    one.set_attn_implementation(name)
+    two = type(one)(one.config).eval()
+    ids, mask = batch()
+    told = [{}, {"attention_mask": mask}, {"attention_mask": mask.flip(1)}]
+    outputs = lambda model: [model(ids, **kwargs)[0] for kwargs in told]
+    before = outputs(two)
+    tfk.patch(one)
+    three = type(one)(one.config).eval()
+    three.load_state_dict(two.state_dict())
+    for model in (two, three):
+        assert all(map(torch.equal, outputs(model), before)) and tfk.unpatch(model) == 0
+    if family != "bert":
+        greedy = dict(max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=mask)
+        given = two.generate(ids, **greedy)
+    assert tfk.unpatch(one) and one.config._attn_implementation == name
+    assert all(map(torch.equal, outputs(two), before))
+    assert family == "bert" or torch.equal(two.generate(ids, **greedy), given)
 
 
 def test_a_model_class_is_never_swapped():

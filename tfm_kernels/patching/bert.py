@@ -62,7 +62,7 @@ def _why_not_layer(layer: Any, encoder_hidden_states: Any, cache: Any, kwargs: d
         return reason
     if layer.chunk_size_feed_forward:
         return "config.chunk_size_feed_forward is set"
-    if not huggingface.is_ours(layer.attention.self.config):
+    if not huggingface.attends(layer.attention.self):
         return "its model's attention implementation was set to another one"
     if huggingface.wants_weights(kwargs):
         return "output_attentions was asked for"

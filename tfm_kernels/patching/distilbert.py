@@ -46,7 +46,7 @@ def _why_not(layer: Any, kwargs: dict[str, Any]) -> str | None:
         return reason
     if layer.ffn.chunk_size_feed_forward:
         return "config.chunk_size_feed_forward is set"
-    if not huggingface.is_ours(layer.attention.config):
+    if not huggingface.attends(layer.attention):
         return "its model's attention implementation was set to another one"
     if huggingface.wants_weights(kwargs):
         return "output_attentions was asked for"

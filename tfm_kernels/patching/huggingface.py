@@ -21,7 +21,7 @@ from .._backend import BACKENDS
 from ..mask import Mask
 from . import guard, packed, swap
 from .block import attend, attend_with_weights
-from .huggingface_mask import mask
+from .huggingface_mask import Prepared, mask
 from .packed import Packed
 
 NAME = "tfm_kernels"
@@ -32,6 +32,7 @@ _HARMLESS = frozenset(
     "position_ids use_cache output_attentions output_hidden_states encoder_hidden_states deterministic sliding_window "
     "output_router_logits past_key_values cache_position return_dict is_causal num_items_in_batch".split()
 )
+_ATTENDS = "_tfm_kernels_attends"  # in the __dict__ of the modules whose attention was switched
 _previous: dict[int, tuple[weakref.ref, str]] = {}  # id of a config -> what patching replaced in it
 _registered: list[str] = []
 
@@ -66,8 +67,7 @@ def _attention_on(backend: str | None) -> Callable[..., Any]:
         position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if swap.fell_back(module, unknown_keywords(kwargs)):
-            attention_mask = _dense(attention_mask, query, key)
+        if not attends(module) or swap.fell_back(module, unknown_keywords(kwargs)):
             return _stock(module, query, key, value, attention_mask, dropout, scaling, position_bias, kwargs)
         query, key, value = as_autocast(query, key, value)  # rotary positions leave float32 beside bfloat16
         attention_mask = causal_if_unmasked(module, attention_mask, query.shape[-2], kwargs)
@@ -141,6 +141,11 @@ def is_ours(config: Any) -> bool:
     return str(getattr(config, "_attn_implementation", None)).startswith(NAME)
 
 
+def attends(module: Any) -> bool:
+    """Whether a module's attention is ours: it was switched, not a module of another model that shares its config."""
+    return module.__dict__.get(_ATTENDS, False) and is_ours(module.config)
+
+
 def is_idle_collector(hook: Any) -> bool:
     """Whether a forward hook is one by which transformers collects outputs, and now collects nothing.
 
@@ -198,8 +203,12 @@ def _stock(module, query, key, value, attention_mask, dropout, scaling, position
 
     if position_bias is not None:
         kwargs = {**kwargs, "position_bias": position_bias}
+    name = _original(module.config)
+    if name == "eager":  # which reads no is_causal
+        attention_mask = causal_if_unmasked(module, attention_mask, query.shape[-2], kwargs)
+    attention_mask = _own_mask(name, attention_mask, query, key)
     stock = AttentionInterface._global_mapping["sdpa"]
-    if _original(module.config) == "eager":  # which is a function of each family's own
+    if name == "eager":  # which is a function of each family's own
         stock = getattr(file_of(module), "eager_attention_forward", stock)
         if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
             hidden = torch.finfo(query.dtype).min
@@ -207,9 +216,14 @@ def _stock(module, query, key, value, attention_mask, dropout, scaling, position
     return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _dense(attention_mask: Any, query: Tensor, key: Tensor) -> Any:
+def _own_mask(name: str, attention_mask: Any, query: Tensor, key: Tensor) -> Any:
+    """The mask that an implementation of transformers would be given, or a dense one that says the same."""
     if not isinstance(attention_mask, Mask):
         return attention_mask
+    if isinstance(attention_mask, Prepared) and attention_mask.asked is not None:
+        from transformers.masking_utils import AttentionMaskInterface
+
+        return AttentionMaskInterface._global_mapping[name](**attention_mask.asked)
     return attention_mask.dense(query.shape[0], 1, query.shape[2], key.shape[2], query.device)
 
 
@@ -237,10 +251,11 @@ def below_span_heads(model: nn.Module) -> dict[int, str]:
     return {id(inner): "its model's head reads all positions, padding too" for m in heads for inner in m.modules()}
 
 
-def uses_interface(module: nn.Module) -> bool:
-    """Whether a module's forward asks transformers' registry for its attention."""
-    forward = inspect.unwrap(swap.original_class(module).forward)  # type: ignore[attr-defined]
-    return type(module).__module__.startswith("transformers.") and "get_interface" in forward.__code__.co_names
+def _asks_registry(module: nn.Module) -> bool:
+    """Whether a module's forward asks transformers' registry for its attention, and is sent to ours."""
+    forward = inspect.unwrap(swap.found_class(module).forward)  # type: ignore[attr-defined]
+    asks = "get_interface" in getattr(getattr(forward, "__code__", None), "co_names", ())
+    return asks and is_ours(getattr(module, "config", None))
 
 
 def why_not(model: Any) -> str | None:
@@ -281,6 +296,8 @@ def switch(model: Any, backend: str | None, pack: bool) -> list[nn.Module]:
         for config in _copied(module):
             if config._attn_implementation in REPLACES or is_ours(config):
                 config._attn_implementation = implementation(backend)
+        for each in filter(_asks_registry, module.modules()):
+            each.__dict__[_ATTENDS] = True
     return taken
 
 
@@ -322,7 +339,8 @@ def switch_back(outer: Iterable[nn.Module]) -> int:
 
     Returns how many of them had ours by their config alone.
     """
-    inner: dict[Any, None] = dict.fromkeys(module for each in outer for module in each.modules() if is_model(module))
+    inside = dict.fromkeys(module for each in outer for module in each.modules())
+    inner: list[Any] = list(filter(is_model, inside))
     wanted = {module: _before(module) for module in inner}
     by_config = [m for m in inner if is_ours(m.config) and swap.OPTIONS not in m.__dict__]
     for module, name in wanted.items():  # what an outer model is set to goes through to the inner ones, which follow
@@ -331,6 +349,8 @@ def switch_back(outer: Iterable[nn.Module]) -> int:
         for config in _copied(module) if name is not None else ():
             if is_ours(config):
                 config._attn_implementation = name
+    for each in inside:
+        each.__dict__.pop(_ATTENDS, None)
     return sum(not is_ours(module.config) for module in by_config)
 
 

@@ -36,9 +36,11 @@ class Prepared(Mask):
 
     Attributes:
         shape: what the dense mask would have: (B, 1, Tq, Tk).
+        asked: what transformers asked for it with, so that its own mask can be made; not in a compiled graph.
     """
 
     shape: tuple[int, ...] = ()
+    asked: dict[str, Any] | None = None
 
     @property
     def ndim(self) -> int:
@@ -65,6 +67,10 @@ def mask(
 
     if isinstance(attention_mask, Mask):
         return attention_mask
+    asked = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
+        "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask, **kwargs,
+    }  # fmt: skip
     config, local = kwargs.get("config"), kwargs.get("local_size")
     plain = (
         getattr(config, "model_type", None) in MASK_AS_DATA
@@ -80,17 +86,9 @@ def mask(
         offset = q_offset - kv_offset
         keep = _keep(attention_mask, kv_length, kv_offset, min(offset + q_length, kv_length))
         shape = (batch_size, 1, q_length, kv_length)
-        return Prepared(*_band(q_length, kv_length, offset, local), keep_matrix=keep, shape=shape)
-    return masking_utils.sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **kwargs,
-    )
+        told = None if torch.compiler.is_compiling() else asked
+        return Prepared(*_band(q_length, kv_length, offset, local), keep_matrix=keep, shape=shape, asked=told)
+    return masking_utils.sdpa_mask(**asked)
 
 
 def _is_causal(mask_function: Any, local: int | None, config: Any) -> bool:

@@ -198,7 +198,7 @@ def _projections(model: nn.Module) -> list[nn.Module]:
 def _left(module: nn.Module) -> tuple[bool, str]:
     if type(module) in _HOLDERS or not module._modules and not module._parameters and not module._buffers:
         return False, "because it holds nothing to fuse"
-    if huggingface.uses_interface(module) and huggingface.is_ours(getattr(module, "config", None)):
+    if huggingface.attends(module):
         return True, "attention through transformers' AttentionInterface"
     return False, f"because no recipe knows {type(module).__name__}"
 
