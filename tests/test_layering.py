@@ -72,7 +72,7 @@ ALLOWED = {
 SIBLINGS_APART = ("reference", "aten", "triton")  # files in these folders do not import one another
 # but for these
 SHARED = re.compile(
-    "_(tile|launch|ahead|gemm.*|ffn.*|(layer_norm_)?sums|activation|(linear_)?cross_entropy.*|rotary|attention.*|int8.*)"
+    "_(tile|launch|ahead|rows|gemm.*|ffn.*|(layer_norm_)?sums|activation|(linear_)?cross_entropy.*|rotary|attention.*|int8.*)"
 )
 
 

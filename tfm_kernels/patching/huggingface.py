@@ -143,7 +143,7 @@ def is_ours(config: Any) -> bool:
 
 def attends(module: Any) -> bool:
     """Whether a module's attention is ours: it was switched, not a module of another model that shares its config."""
-    return module.__dict__.get(_ATTENDS, False) and is_ours(module.config)
+    return _ATTENDS in module.__dict__ and is_ours(module.config)
 
 
 def is_idle_collector(hook: Any) -> bool:
@@ -251,11 +251,10 @@ def below_span_heads(model: nn.Module) -> dict[int, str]:
     return {id(inner): "its model's head reads all positions, padding too" for m in heads for inner in m.modules()}
 
 
-def _asks_registry(module: nn.Module) -> bool:
-    """Whether a module's forward asks transformers' registry for its attention, and is sent to ours."""
+def asks_registry(module: nn.Module) -> bool:
+    """Whether a module's forward asks transformers' registry for its attention."""
     forward = inspect.unwrap(swap.found_class(module).forward)  # type: ignore[attr-defined]
-    asks = "get_interface" in getattr(getattr(forward, "__code__", None), "co_names", ())
-    return asks and is_ours(getattr(module, "config", None))
+    return "get_interface" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
 def why_not(model: Any) -> str | None:
@@ -296,8 +295,9 @@ def switch(model: Any, backend: str | None, pack: bool) -> list[nn.Module]:
         for config in _copied(module):
             if config._attn_implementation in REPLACES or is_ours(config):
                 config._attn_implementation = implementation(backend)
-        for each in filter(_asks_registry, module.modules()):
-            each.__dict__[_ATTENDS] = True
+        for each in module.modules():
+            if is_ours(getattr(each, "config", None)):
+                each.__dict__[_ATTENDS] = True
     return taken
 
 

@@ -198,7 +198,7 @@ def _projections(model: nn.Module) -> list[nn.Module]:
 def _left(module: nn.Module) -> tuple[bool, str]:
     if type(module) in _HOLDERS or not module._modules and not module._parameters and not module._buffers:
         return False, "because it holds nothing to fuse"
-    if huggingface.attends(module):
+    if huggingface.attends(module) and huggingface.asks_registry(module):
         return True, "attention through transformers' AttentionInterface"
     return False, f"because no recipe knows {type(module).__name__}"
 
