@@ -1,8 +1,9 @@
 """Attention by PyTorch's own best, F.scaled_dot_product_attention, with what lies in padding kept out.
 
-One line of the semantics is not kept here: a query row of NaN gives NaN on every other backend, and 0 from PyTorch's
+Two lines of the semantics are not kept here. A query row of NaN gives NaN on every other backend, and 0 from PyTorch's
 CPU kernel where its keys are fewer than one vector register holds (seen in 2.13: 15 or less in float32 with AVX-512).
-Looking for NaN would cost a pass over the queries.
+Looking for NaN would cost a pass over the queries. And where a bias gives all keys of a row one large finite number, as
+-1e9, which swallows the scores, the gradients of that kernel are as many times too large as there are keys.
 
 PyTorch's fused attention knows no forward-mode differentiation: asked for it, its written-out formula runs.
 """

@@ -325,7 +325,8 @@ def attention(
     Numerics: scores, softmax and sums in float32 (float64 for float64); one rounding, at the store. A row that sees no
         key gives 0, lse -inf and gradients 0. NaN in a key that no query may see reaches nothing; where it is seen, and
         in a query, it gives NaN, but from PyTorch's CPU kernel, which is aten's, a query of NaN gives 0 where there are
-        fewer keys than a vector register holds (16 in float32 with AVX-512). NaN in a value that some queries see may
+        fewer keys than a vector register holds (16 in float32 with AVX-512); its gradients of a row whose keys all have
+        one large bias, as -1e9, are too large by the number of keys. NaN in a value that some queries see may
         reach those that do not: all on reference and aten, those in the same tile on the others. Deterministic.
         Differentiable once in query, key, value, bias; twice on reference, and on aten within
         torch.nn.attention.sdpa_kernel(SDPBackend.MATH); in forward mode, also over reverse mode, on both.

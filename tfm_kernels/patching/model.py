@@ -30,6 +30,9 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     is one for isinstance, but not for tools that ask for exactly that class: ``torch.ao.quantization.quantize_dynamic``
     leaves it as it is, so quantize first.
 
+    Kernels are differentiable once, and say so where a gradient is differentiated again, as a gradient penalty does:
+    ``patch(model, backend="reference")`` is for that.
+
     Args:
         model: any module; patching a patched model applies the new options to it.
         packed: run padded batches of recognised encoder stacks packed, so that padding costs nothing. The stack's
