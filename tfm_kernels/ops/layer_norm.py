@@ -280,11 +280,9 @@ def _add_layer_norm(
     x, residual, weight, bias, eps, keep_sum, *,
     eps_outside=0.0, dropout_p=0.0, seed=None, dropout_rows=None, unbiased=False, backend=None,
 ):  # fmt: skip
-    key = None
-    if residual is not None:
-        key = _library.signature(
-            "add_layer_norm", backend, x, residual, weight, bias, eps, eps_outside, dropout_p, dropout_rows, unbiased
-        )
+    key = _library.signature(
+        "add_layer_norm", backend, x, residual, weight, bias, eps, eps_outside, dropout_p, dropout_rows, unbiased
+    )
     name = _CHOICES.get(key)
     if name is None:
         call = _describe_add_layer_norm(
@@ -382,11 +380,7 @@ def add_rms_norm(
     Example:
         >>> y, z = add_rms_norm(torch.randn(2, 5, 8), torch.randn(2, 5, 8))
     """
-    key = None
-    if residual is not None:
-        key = _library.signature(
-            "add_rms_norm", backend, x, residual, weight, eps, eps_outside, dropout_p, dropout_rows
-        )
+    key = _library.signature("add_rms_norm", backend, x, residual, weight, eps, eps_outside, dropout_p, dropout_rows)
     name = _CHOICES.get(key)
     if name is None:
         call = _describe_add_rms_norm(
