@@ -94,3 +94,15 @@ def test_refuses(call, error, message):
     with pytest.raises(error, match=message) as info:
         call()
     assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "name, a, b",
+    [
+        ("key_lengths", Mask.lengths(torch.ones(2).int()), Mask.lengths(torch.ones(3).int())),
+        ("keep_matrix", Mask.keep(torch.ones(2, 2) > 0), Mask.keep(torch.ones(3, 3) > 0)),
+    ],
+)
+def test_masks_of_other_sizes_are_not_combined(name, a, b):
+    with pytest.raises(ValueError, match=f"Mask: {name} of masks that are combined must broadcast, got"):
+        a & b

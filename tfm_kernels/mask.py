@@ -12,6 +12,7 @@ True always means "may attend".
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -139,14 +140,11 @@ class Mask:
         return Mask(keep_matrix=~_matrix(matrix, "Mask.hide"))
 
     def __and__(self, other: Mask) -> Mask:
-        """The pairs that both masks show."""
+        """The pairs that both masks show; lengths and matrices that do not broadcast raise ValueError."""
         if not isinstance(other, Mask):
             return NotImplemented
-        lengths, keep = self.key_lengths, self.keep_matrix
-        if other.key_lengths is not None:
-            lengths = other.key_lengths if lengths is None else torch.minimum(lengths, other.key_lengths)
-        if other.keep_matrix is not None:
-            keep = other.keep_matrix if keep is None else keep & other.keep_matrix
+        lengths = _both("key_lengths", self.key_lengths, other.key_lengths, torch.minimum)
+        keep = _both("keep_matrix", self.keep_matrix, other.keep_matrix, torch.logical_and)
         return Mask(self.top_left & other.top_left, self.bottom_right & other.bottom_right, lengths, keep)
 
     def band(self, queries: int, keys: int) -> Band:
@@ -220,6 +218,16 @@ class Mask:
         if self.keep_matrix is not None:
             parts.append(f"keep matrix of shape {tuple(self.keep_matrix.shape)}")
         return "query i attends to key j where " + " and ".join(parts) if parts else "every query attends to every key"
+
+
+def _both(name: str, a: Tensor | None, b: Tensor | None, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    if any(one not in (1, other) and other != 1 for one, other in zip(a.shape, b.shape, strict=True)):
+        raise ValueError(
+            f"Mask: {name} of masks that are combined must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    return join(a, b)
 
 
 def _band(band: Band, align: str, op: str) -> Mask:
