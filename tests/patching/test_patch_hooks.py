@@ -148,11 +148,6 @@ def unbound(wrap):
 WRAPPERS = {
     "decorator": lambda module: by_decorator(module.forward),
     "compiled": lambda module: torch.compile(module.forward, backend="eager"),
-    "default": lambda module: lambda *args, method=module.forward, **kwargs: method(*args, **kwargs),
-    "partial": lambda module: functools.partial(
-        lambda method, *args, **kwargs: method(*args, **kwargs), module.forward
-    ),
-    "list": lambda module: (lambda kept: lambda *args, **kwargs: kept[0](*args, **kwargs))([module.forward]),
     "unbound decorator": unbound(by_decorator),
     "unbound object": unbound(ByObject),
 }

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import inspect
 import sys
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,27 +67,9 @@ def fused_class(original: type, recipe: str) -> type:
             fused.__module__ = original.__module__
             fused.__doc__ = original.__doc__
             fused.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign, assignment]
-        if fused not in _originals and fused is not original:
-            fused.forward = _for_its_own(fused)  # type: ignore[attr-defined]
         _originals[fused] = original
         _fused[original, recipe] = fused
     return _fused[original, recipe]
-
-
-def _for_its_own(fused: Any) -> Callable[..., Any]:
-    """The forward of a fused class, which asks a module that has been given its class back for what that class does.
-
-    Whoever wrapped the forward of a patched module, as accelerate's ``prepare`` does, still calls the fused one then.
-    """
-    run = fused.forward
-
-    @functools.wraps(run)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, *args, **kwargs) if isinstance(self, fused) else type(self).forward(self, *args, **kwargs)
-
-    forward.__dict__ = dict(vars(run))  # without __wrapped__, which accelerate would follow past the question
-    forward.__signature__ = inspect.signature(run)  # type: ignore[attr-defined]
-    return forward
 
 
 def original_class(module: nn.Module) -> type:
@@ -153,6 +134,8 @@ def restore(module: nn.Module) -> bool:
         method = _method_of(fused, value)
         if method is not None and value.__self__ is module:
             module.__dict__[name] = getattr(type(module), method).__get__(module)
+        elif callable(value):
+            _hand_back(value, fused, type(module))
     del module.__dict__[OPTIONS]
     _fallbacks.pop(module, None)
     return True
@@ -163,6 +146,47 @@ def _method_of(fused: type, value: Any) -> str | None:
     function = getattr(value, "__func__", value)
     own = isinstance(function, types.FunctionType) and getattr(fused, function.__name__, None) is function
     return function.__name__ if own else None
+
+
+def _hand_back(wrapper: Any, fused: type, original: type) -> None:
+    """Lets wrappers around a method of a fused class, one in another, call what a module's class has in its place.
+
+    accelerate's ``prepare`` leaves such wrappers on an instance. The module may be fused again, and a copy of it, which
+    shares them, may still be.
+    """
+    links, seen = [wrapper], set()
+    while links:
+        link = links.pop()
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        if isinstance(link, (types.MethodType, functools.partial)):
+            links.append(link.__func__ if isinstance(link, types.MethodType) else link.func)
+        elif isinstance(link, types.FunctionType) or "__wrapped__" in getattr(link, "__dict__", ()):
+            for holder, name, value in _held(link):
+                method = _method_of(fused, value)
+                if method is None:
+                    links.append(value)
+                elif getattr(original, method, None) is not value:
+                    asking = _asks_its_class(getattr(original, method))
+                    setattr(holder, name, asking.__get__(value.__self__) if hasattr(value, "__self__") else asking)
+
+
+def _held(wrapper: Any) -> Iterator[tuple[Any, str, Any]]:
+    """(holder, attribute, value) for all that a function or an object keeps of others."""
+    for cell in getattr(wrapper, "__closure__", None) or ():
+        with suppress(ValueError):  # of an empty one
+            yield cell, "cell_contents", cell.cell_contents
+    for name, value in list(vars(wrapper).items()):
+        yield wrapper, name, value
+
+
+def _asks_its_class(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self), function.__name__)(self, *args, **kwargs)
+
+    return method
 
 
 def _is_own(name: str, value: Any, bases: tuple[type, ...]) -> bool:
