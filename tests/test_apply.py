@@ -24,7 +24,7 @@ class Watched(TorchFunctionMode):
 def made_in_cpp(output):
     """Whether the op's node is C++'s; a loss is a view or a sum of what it gives."""
     node = output.grad_fn
-    while node.name().startswith(("View", "Div", "Sum")):
+    while node.name().startswith(("View", "UnsafeView", "Div", "Sum")):
         node = node.next_functions[0][0]
     return "tfm_kernels" in node.name()
 

@@ -89,7 +89,7 @@ CALLS = [
     (lambda: attention()(X, X, X, torch.zeros(5, 2).bool()), ValueError, r"key_padding_mask must have shape \(2, 5\)"),
     (lambda: attention()(X, X, X, torch.zeros(2, 5).long()), ValueError, "key_padding_mask must be bool .*, got int64"),
     (lambda: attention()(X, X, X, True), TypeError, "key_padding_mask must be a tensor, got bool"),
-    (lambda: attention()(X[0], X[0], X[0], torch.zeros(2, 5)), ValueError, r"key_padding_mask must have shape \(1, 5\)"),
+    (lambda: attention()(X[0], X[0], X[0], torch.zeros(2, 5)), ValueError, r"key_padding_mask must have shape \(5,\)"),
     (lambda: attention()(X, X, X, attn_mask=tfk.Mask.lengths(torch.tensor([1, 2, 3]))), ValueError, r"key_lengths must have shape \(2,\)"),
     (lambda: attention()(*[torch.nested.nested_tensor([X[0], X[1]])] * 3), ValueError, "padded tensors with a key_padding_mask, got a nested one"),
     (lambda: N.LayerNorm((3, 4))(X), ValueError, r"input must end in normalized_shape \(3, 4\), got shape \(2, 5, 12\)"),

@@ -246,17 +246,6 @@ def test_a_second_derivative_is_right_or_refused(backend):
             assert_same_in_float64(second(layer), second(theirs))
 
 
-@pytest.mark.parametrize("activation", [torch.nn.GELU(), torch.nn.Tanh()])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_copies_of_a_decoder_layer_keep_a_module_as_activation(activation, copied):
-    """torch's own __setstate__ makes ReLU of it."""
-    torch.manual_seed(0)
-    layer = tfk.nn.TransformerDecoderLayer(8, 2, 16, 0.0, activation, batch_first=True)
-    x = torch.randn(2, 3, 8)
-    assert torch.equal(copied(layer)(x, x), layer(x, x))
-    assert torch.equal(tfk.nn.TransformerDecoder(layer, 1)(x, x), layer(x, x))
-
-
 WRITTEN = {
     "norm of two dimensions": (lambda: tfk.nn.LayerNorm((2, 8)), (torch.ones(3, 2, 8),)),
     "RMSNorm of two dimensions": (lambda: tfk.nn.RMSNorm((2, 8)), (torch.ones(3, 2, 8),)),

@@ -197,6 +197,8 @@ def _rows(op: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _shaped(y: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(y, Tensor):  # torch.fx traces
+        return y.view(like.shape)
     # what autograd takes for a view could not be written into after torch.no_grad()
     return y if like.dim() == y.dim() else torch.ops.aten._unsafe_view(y, like.shape)
 

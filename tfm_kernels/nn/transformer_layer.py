@@ -188,7 +188,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         nhead: number of heads.
         dim_feedforward: width inside the feed-forward block.
         dropout: probability of every dropout of the layer.
-        activation: as in ``TransformerEncoderLayer``.
+        activation: as in ``TransformerEncoderLayer``; but as in torch's own, every copy of the layer, and so a stack of
+            it, has F.relu in place of an activation that is a module: give its name or its function.
         layer_norm_eps: eps of the three norms.
         batch_first: (B, T, E) instead of (T, B, E).
         norm_first: norms before the sublayers instead of after them.
@@ -239,12 +240,6 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         self.dropout1, self.dropout2, self.dropout3 = (nn.Dropout(dropout) for _ in range(3))
         self.activation = function
         self.backend = backend
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of an activation that is a module torch's own makes ReLU in every copy of the layer."""
-        nn.Module.__setstate__(self, state)
-        if not hasattr(self, "activation"):
-            self.activation = nn.functional.relu
 
     def forward(
         self,
