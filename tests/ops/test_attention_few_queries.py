@@ -65,12 +65,13 @@ def test_one_query_never_reads_what_is_hidden(dtype):
     [
         (torch.float32, False, False, 47, "aten"),
         (torch.float32, False, False, 48, "cpu"),
-        (torch.float32, True, True, 127, "aten"),
-        (torch.float32, True, True, 128, "cpu"),
+        (torch.float32, True, True, 47, "aten"),
+        (torch.float32, True, True, 48, "cpu"),
         (torch.bfloat16, False, False, 1, "cpu"),
-        (torch.bfloat16, True, False, 127, "aten"),
-        (torch.bfloat16, True, False, 128, "cpu"),
-        (torch.bfloat16, True, True, 16, "cpu"),
+        (torch.bfloat16, True, False, 47, "aten"),
+        (torch.bfloat16, True, False, 48, "cpu"),
+        (torch.bfloat16, True, True, 7, "aten"),
+        (torch.bfloat16, True, True, 8, "cpu"),
         (torch.float16, True, False, 2, "cpu"),
     ],
 )

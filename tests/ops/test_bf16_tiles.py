@@ -90,10 +90,10 @@ def ffn_of(dtype, rows, dropout_p, training):
 def test_choice_follows_the_tiles(monkeypatch, tiles, training):
     monkeypatch.setattr(_library, "bf16_tiles", tiles)
     monkeypatch.setattr(_library, "nearest", _library.XEON)
-    first = {rows: ffn_call.prefer(ffn_of(torch.bfloat16, rows, 0.0, training))[0] for rows in (1, 64, 8192)}
-    assert first[8192] == "cpu"
-    assert first[1] == ("aten" if training else "cpu")
-    assert first[64] == ("aten" if tiles and training else "cpu")
+    first = {rows: ffn_call.prefer(ffn_of(torch.bfloat16, rows, 0.0, training))[0] for rows in (1, 64, 512, 8192)}
+    assert first[64] == first[8192] == "cpu"
+    assert first[1] == ("aten" if training and not tiles else "cpu")
+    assert first[512] == ("aten" if tiles and training else "cpu")
 
 
 @pytest.mark.parametrize("dropout_p", (0.0, 0.1))
