@@ -194,8 +194,11 @@ class Mask:
             attend = attend & self.keep_matrix.to(device)
         return attend.expand(batch, heads, queries, keys)
 
-    def visible(self, queries: int, keys: int, device: torch.device | str) -> Tensor | None:
-        """``dense()`` in the smallest shape that broadcasts to (B, H, Tq, Tk), None where nothing is hidden."""
+    def visible(self, queries: int, keys: int, device: torch.device | str, bias: Tensor | None = None) -> Tensor | None:
+        """``dense()`` in the smallest shape that broadcasts to (B, H, Tq, Tk), None where nothing is hidden.
+
+        A 4-D ``bias`` hides with -inf.
+        """
         parts = []
         if self.has_band():
             parts.append(Mask(self.top_left, self.bottom_right).dense(1, 1, queries, keys, device))
@@ -203,6 +206,8 @@ class Mask:
             parts.append(Mask(key_lengths=self.key_lengths).dense(self.key_lengths.shape[0], 1, 1, keys, device))
         if self.keep_matrix is not None:
             parts.append(self.keep_matrix)
+        if bias is not None:
+            parts.append(bias != -torch.inf)
         return functools.reduce(torch.logical_and, parts) if parts else None
 
     def explain(self) -> str:

@@ -8,6 +8,7 @@ from torch.func import functionalize, vmap
 
 import tfm_kernels as tfk
 from tfm_kernels import Mask
+from tfm_kernels.testing.float64 import assert_same_in_float64
 
 BACKENDS = ["reference", "cpu"]
 ops = tfk.ops
@@ -78,7 +79,7 @@ def test_biases_of_float64_scores_are_summed_in_float64(backend):
     q, k, v = (randn(1, 2, 5, 8, seed=seed, dtype=torch.float64) for seed in range(3))
     a, b = randn(5, 5, seed=3), randn(5, 5, seed=4)
     exact = ((q @ k.mT) * 8**-0.5 + a.double() + b.double()).softmax(-1) @ v
-    torch.testing.assert_close(ops.attention(q, k, v, a, bias=b, backend=backend), exact, atol=1e-14, rtol=1e-14)
+    assert_same_in_float64(ops.attention(q, k, v, a, bias=b, backend=backend), exact)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -39,9 +39,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Tensor | None, 
         if band == Band(high=0):  # keys behind the last query are seen by none: leave them out
             k, v = k[:, :, :queries], v[:, :, :queries]
             return _attend(q, k, v, scale, is_causal=True)
-    visible = mask.visible(queries, keys, q.device)
-    if bias is not None:
-        visible = bias != -torch.inf if visible is None else visible & (bias != -torch.inf)
+    visible = mask.visible(queries, keys, q.device, bias)
     assert visible is not None  # a call in which nothing is hidden is plain
     seen = visible.any(-2).unsqueeze(-1)  # (B or 1, Hq or 1, Tk or 1, 1)
     sees = visible.any(-1, keepdim=True)  # (B or 1, Hq or 1, Tq or 1, 1)

@@ -36,8 +36,11 @@ def with_weights(
     options: dict[str, Any] = {"bias": bias, "scale": scale, "dropout_p": dropout_p, "seed": seed}
     entry = _backend.OPS["attention"]
     named = backend if backend is not None else _backend._forced
-    chosen = named or _backend.select(entry, entry.describe(query, key, value, mask, **options, return_lse=True), None)
-    if named == "aten" or (named is None and (chosen == "reference" or _is_composed(query, dropout_p))):
+    chosen = "aten" if named is None and _is_composed(query, dropout_p) else named
+    if chosen is None:
+        fused = entry.describe(query, key, value, mask, **options, return_lse=True)
+        chosen = _backend.select(entry, fused, None)
+    if chosen == "aten" or (named is None and chosen == "reference"):
         call = entry.describe(query, key, value, mask, **options)
         result = _composed(query, call, average)
         tell(call, None)
@@ -49,8 +52,9 @@ def with_weights(
 def _is_composed(query: Tensor, dropout_p: float) -> bool:
     """Whether PyTorch's functions are faster where weights are asked for, as they are by default in torch.nn.
 
-    On a CPU and in float32 the formula takes 0.35 to 0.6 of the time of fused attention and of weights made anew from
-    its lse; dropout it would draw in plain torch, and 16 bits it would round more often.
+    On a CPU and in float32 (float64, which checks gradients, goes the same way) the formula takes 0.35 to 0.6 of the time
+    of fused attention and of weights made anew from its lse; dropout it would draw in plain torch, and 16 bits it would
+    round more often.
     """
     return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64) and dropout_p == 0.0
 
@@ -63,9 +67,7 @@ def _composed(query: Tensor, call: AttentionCall, average: bool) -> tuple[Tensor
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
     if k.shape[1] != heads:  # several heads of queries share one of keys
         k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
-    visible = call.mask.visible(queries, keys, q.device)
-    if bias is not None:
-        visible = bias != -torch.inf if visible is None else visible & (bias != -torch.inf)
+    visible = call.mask.visible(queries, keys, q.device, bias)
     blind = None
     if visible is not None:
         blind, unseen = ~visible.any(-1, keepdim=True), ~visible.any(-2).unsqueeze(-1)

@@ -54,8 +54,8 @@ def describe(
     if is_causal and attn_mask is not None:
         raise ValueError(f"{_NAME}: attn_mask must be None where is_causal is True, got shape {tuple(attn_mask.shape)}")
     mask: Mask | Tensor | None = _CAUSAL if is_causal else None
-    batches, heads = query.shape[0] == key.shape[0], query.dim() == 4 and query.shape[1] == key.shape[1]
-    if query.dim() == 4 and batches and key.shape[:2] == value.shape[:2] and (enable_gqa or heads):
+    alike = query.dim() == 4 and query.shape[0] == key.shape[0] and key.shape[:2] == value.shape[:2]
+    if alike and (enable_gqa or query.shape[1] == key.shape[1]):
         if attn_mask is not None:
             mask = _mask(attn_mask, query, key, query.shape[:2], enable_gqa)
         return describe_dense(_NAME, query, key, value, mask, None, scale, dropout_p, None, False, True)

@@ -131,11 +131,7 @@ class LabelledExamples:
         unknown = sorted({label for _, label in rows} - set(labels))
         if unknown:
             raise InputError(f"{source} has the unknown label {unknown[0]!r}; known are {', '.join(labels)}")
-        self.texts, self.cut = Rows(), 0
-        for text, _ in rows:
-            ids = vocabulary.encode(text)
-            self.cut += len(ids) > max_length - 2
-            self.texts.append(enclosed(ids, max_length))
+        self.texts, self.cut = _enclosed_rows([text for text, _ in rows], vocabulary, max_length)
         self.labels = torch.tensor([numbers[label] for _, label in rows])
         self.lengths = self.texts.lengths
 
@@ -160,11 +156,7 @@ class MaskedExamples:
     def __init__(
         self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int, seed: int, share: float = 0.15
     ) -> None:
-        self.rows, self.cut = Rows(), 0
-        for line in lines:
-            ids = vocabulary.encode(line)
-            self.cut += len(ids) > max_length - 2
-            self.rows.append(enclosed(ids, max_length))
+        self.rows, self.cut = _enclosed_rows(lines, vocabulary, max_length)
         self.lengths = self.rows.lengths
         self.vocab_size, self.seed, self.share = vocabulary.size, seed, share
 
@@ -244,3 +236,13 @@ class StreamExamples:
 def enclosed(ids: Sequence[int], max_length: int) -> list[int]:
     """<start> text <end>, the text cut so that all of it has at most ``max_length`` tokens."""
     return [START, *ids[: max_length - 2], END]
+
+
+def _enclosed_rows(texts: Sequence[str], vocabulary: Vocabulary, max_length: int) -> tuple[Rows, int]:
+    """Each text as ``enclosed``, and how many had to be cut."""
+    rows, cut = Rows(), 0
+    for text in texts:
+        ids = vocabulary.encode(text)
+        cut += len(ids) > max_length - 2
+        rows.append(enclosed(ids, max_length))
+    return rows, cut
