@@ -52,9 +52,9 @@ def with_weights(
 def _is_composed(query: Tensor, dropout_p: float) -> bool:
     """Whether PyTorch's functions are faster where weights are asked for, as they are by default in torch.nn.
 
-    On a CPU and in float32 (float64, which checks gradients, goes the same way) the formula takes 0.35 to 0.6 of the time
-    of fused attention and of weights made anew from its lse; dropout it would draw in plain torch, and 16 bits it would
-    round more often.
+    On a CPU and in float32 (float64, which checks gradients, goes the same way) the formula takes 0.35 to 0.6 of the
+    time of fused attention and of weights made anew from its lse; dropout it would draw in plain torch, and 16 bits it
+    would round more often.
     """
     return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64) and dropout_p == 0.0
 
