@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,7 +51,12 @@ def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, alibi: Tensor
     q, k, v = as_autocast(q, k, v)
     bias = alibi if alibi.dtype.itemsize == 4 else alibi.to(q.dtype)
     p = p if self.training else 0.0
-    return block.merge_heads(block.attend(q, k, v, mask, bias=bias, scale=scale, dropout_p=p, backend=backend(self)))
+    hidden = mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else None  # as MPT's are
+    keep = mask if hidden is None else ~hidden
+    y = block.attend(q, k, v, keep, bias=bias, scale=scale, dropout_p=p, backend=backend(self))
+    if hidden is not None:  # one number for all scores of a row, which its softmax weighs alike
+        y = torch.where(hidden.all(-1, keepdim=True), v.mean(-2, keepdim=True), y)
+    return block.merge_heads(y)
 
 
 def _why_not_bloom(attention_or_mlp: Any) -> str | None:
@@ -113,9 +119,7 @@ def _fuse_mpt(original: Any) -> type:
             if layer_past is not None:
                 k, v = layer_past.update(k, v, attention.layer_idx)
             bias = position_bias[None, :, :, max(0, position_bias.shape[-1] - k.shape[-2]) :]
-            mask = as_data(attention_mask)
-            mask = ~mask if isinstance(mask, Tensor) else mask
-            y = _attend(self, q, k, v, mask, bias, attention.attn_dropout_p, attention.softmax_scale)
+            y = _attend(self, q, k, v, as_data(attention_mask), bias, attention.attn_dropout_p, attention.softmax_scale)
             told_sum: Any = {"dropout_p": block.dropout_p(self.resid_attn_dropout), "backend": backend(self)}
             y, z = block.add_norm(attention.out_proj(y), hidden_states, self.norm_2, **told_sum)
             return self.ffn(y, z), None

@@ -132,6 +132,11 @@ def _keep(attention_mask: Tensor | None, keys: int, offset: int, seen: int) -> T
     return (F.pad(keep, (0, room)) if room > 0 else keep)[:, None, None, :]
 
 
+def may_be_read(attention_mask: Tensor) -> bool:
+    """Whether ``as_data`` looks at what is in a mask."""
+    return attention_mask.device.type == "cpu" and not guard.tracing(attention_mask)
+
+
 def as_data(attention_mask: Any) -> Any:
     """A dense mask of transformers as data, where looking at it tells that it is that; otherwise itself.
 
@@ -141,12 +146,13 @@ def as_data(attention_mask: Any) -> Any:
         attention_mask: (B or 1, 1, Tq, Tk), floating, added to the scores, or bool, True where hidden; None.
 
     Returns:
-        None where nothing is hidden; a Mask, causal where it is; the tensor where it says more than what is hidden, or
-        where its data must not be looked at.
+        None where nothing is hidden; a Mask, causal where it is; the tensor where it says more than what is hidden,
+        where it hides all keys of a row, as padding in front does, which a softmax then weighs alike and a Mask leaves
+        out, or where its data must not be looked at.
 
     Cost: some passes over the mask, a head's share of attention's scores. CPU alone: elsewhere it would wait.
     """
-    if attention_mask is None or attention_mask.device.type != "cpu" or guard.tracing(attention_mask):
+    if attention_mask is None or not may_be_read(attention_mask):
         return attention_mask
     if attention_mask.dtype == torch.bool:
         keep = ~attention_mask
@@ -154,6 +160,8 @@ def as_data(attention_mask: Any) -> Any:
         keep, hide = attention_mask == 0, attention_mask <= torch.finfo(attention_mask.dtype).min
         if not torch.equal(keep, ~hide):
             return attention_mask
+    if not bool(keep.any(-1).all()):
+        return attention_mask
     last, (queries, keys) = keep[..., -1:, :], keep.shape[-2:]
     columns = None if bool(last.all()) else last
     if queries > 1 and torch.equal(keep, torch.ones_like(keep[:1, :1]).tril(keys - queries) & last):

@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import _check
 from .._autocast import as_autocast
 from . import block, huggingface
 from .bart import feed_forward
-from .huggingface_mask import as_data
+from .huggingface_mask import as_data, may_be_read
 from .known import Known
 from .registry import Recipe, backend, register_recipe
 from .swap import fell_back
@@ -66,11 +67,13 @@ def _fuse_layer(known: Known, by_name: bool) -> Any:
     return fuse
 
 
-def _why_not_attention(attention: nn.Module, key_value_states: Any, kwargs: dict[str, Any]) -> str | None:
-    if key_value_states is not None:
+def _why_not_attention(attention: nn.Module, told: dict[str, Any], mask: Any, x: Tensor) -> str | None:
+    if told.get("key_value_states") is not None:
         return "it attends to key_value_states"
-    if huggingface.wants_weights(kwargs):
+    if huggingface.wants_weights(told):
         return "output_attentions was asked for"
+    if isinstance(mask, Tensor) and may_be_read(mask) and _check.records_graph(x, *attention.parameters()):
+        return "its mask hides all keys of a row, whose gradients it halves"
     return _XGLM_ATTENTION.why_not(attention)
 
 
@@ -81,7 +84,8 @@ def _fuse_attention(original: Any) -> type:
     class Fused(original):
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
             told = named(args, kwargs)
-            if fell_back(self, _why_not_attention(self, told.get("key_value_states"), told)):
+            mask = as_data(told["attention_mask"])
+            if fell_back(self, _why_not_attention(self, told, mask, hidden_states)):
                 return super().forward(hidden_states, **told)
             layers, cache = (self.q_proj, self.k_proj, self.v_proj), told[keyword]
             q, k, v = (block.split_heads(layer(hidden_states), self.num_heads) for layer in layers)
@@ -90,7 +94,7 @@ def _fuse_attention(original: Any) -> type:
                 k, v = cache.update(k, v, self.layer_idx)
             q, k, v = as_autocast(q, k, v)
             p: Any = {"dropout_p": self.dropout if self.training else 0.0, "backend": backend(self)}
-            y = block.attend(q, k, v, as_data(told["attention_mask"]), scale=self.scaling, **p)
+            y = block.attend(q, k, v, mask, scale=self.scaling, **p)
             return self.out_proj(block.merge_heads(y)), None
 
     return Fused
