@@ -9,7 +9,7 @@ from tfm_kernels import _backend, _library
 ops = tfk.ops
 
 
-QUERIES_FROM = [(_library.XEON, 48, 48), (_library.ZEN3, 64, 32), (_library.ZEN4, 8, 8)]
+QUERIES_FROM = [(_library.XEON, 48, 48), (_library.ZEN3, 32, 0), (_library.ZEN4, 8, 8)]
 
 
 @pytest.mark.parametrize(("nearest", "trains_from", "infers_from"), QUERIES_FROM)
@@ -17,7 +17,7 @@ def test_attention_takes_fewer_queries_where_the_library_is_slow(nearest, trains
     monkeypatch.setattr(_library, "nearest", nearest)
     monkeypatch.setattr(_library, "bf16_tiles", False)
     for needs_grad, limit in ((True, trains_from), (False, infers_from)):
-        for queries, name in ((limit - 1, "aten"), (limit, "cpu")):
+        for queries, name in ((limit - 1, "aten"), (limit, "cpu")) if limit else ((1, "cpu"), (2, "cpu")):
             q = torch.ones(1, 2, queries, 8, requires_grad=needs_grad)
             assert f"-> {name}" in tfk.explain("attention", q, q, q)
 
@@ -34,7 +34,7 @@ def test_attention_takes_fewer_queries_in_tiles_of_a_xeon(monkeypatch):
         assert f"-> {name}" in tfk.explain("attention", q, k, k), (needs_grad, queries, keys)
 
 
-@pytest.mark.parametrize(("nearest", "limit"), [(_library.XEON, 1 << 16), (_library.ZEN3, 1 << 18), (_library.ZEN4, 0)])
+@pytest.mark.parametrize(("nearest", "limit"), [(_library.XEON, 1 << 16), (_library.ZEN3, 0), (_library.ZEN4, 0)])
 def test_attention_of_one_query_is_chosen_by_what_there_is_to_read(nearest, limit, monkeypatch):
     monkeypatch.setattr(_library, "nearest", nearest)
     for keys, name in ((limit // 16, "cpu"), (limit // 16 - 1, "aten")):
@@ -52,6 +52,13 @@ def test_attention_has_another_limit_for_many_keys_where_vectors_are_long(needs_
     for queries, keys, name in ((15, 256, "aten"), (15, 255, few), (16, 255, few), (16, 256, "cpu")):
         q, k = (torch.ones(1, 2, length, 8, requires_grad=needs_grad) for length in (queries, keys))
         assert f"-> {name}" in tfk.explain("attention", q, k, k)
+
+
+def test_attention_trains_fewer_queries_where_the_sequences_have_many_together(monkeypatch):
+    monkeypatch.setattr(_library, "nearest", _library.ZEN3)
+    for heads, queries, name in ((32, 12, "cpu"), (31, 12, "aten"), (64, 11, "aten"), (8, 32, "cpu")):
+        q = torch.ones(1, heads, queries, 8, requires_grad=True)
+        assert f"-> {name}" in tfk.explain("attention", q, q, q), (heads, queries)
 
 
 def attend(q, lengths):

@@ -176,9 +176,11 @@ _XEON_WITH_TILES = {(torch.bfloat16, False): 48, (torch.bfloat16, True): 8, **_X
 # 32 x 512 0.90 and 0.95; 48 x 256 0.74 and 0.84. On Zen 4 8 x 512 0.97 and 1.37, 16 x 1024 0.87 and 0.86.
 _MANY_KEYS = {(torch.float32, False): (256, 16), (torch.float32, True): (256, 16)}
 _MANY_KEYS_WITH_TILES = {(torch.bfloat16, True): (128, 0), **_MANY_KEYS}
-# Zen 3 (8 to 512 sequence-heads 32 and 64 wide): in training 0.9 to 1.1 at 48 queries, 0.85 to 1.0 at 64, 0.9 to 1.04
-# at 96.
-_ZEN3 = {**_XEON, (torch.float32, False): 32, (torch.float32, True): 64}
+# Zen 3 (1 to 256 sequence-heads 32 to 128 wide): float32 0.44 to 1.02 from 2 queries (1.12 of 4096 keys); in training
+# 0.85 to 1.13 at 32, 0.6 to 0.96 at 48, and 1.0 to 1.8 below 8. bfloat16 0.2 to 1.02, in training 0.15 to 1.1. Where
+# the sequence-heads have many queries together, float32 in training 0.5 to 1.08 from 12.
+_ZEN3 = {**_XEON, (torch.float32, False): 0, (torch.float32, True): 32}
+_ZEN3_MANY_ROWS, _ZEN3_MANY_FROM = 384, 12
 # Zen 4 (8 to 128 sequence-heads 32 to 128 wide): float32 0.8 to 1.2 at 4 queries, 0.5 to 0.85 at 8; in training 1.0 to
 # 1.6 and 0.55 to 1.0. bfloat16 0.45 to 1.25 at 2 and 4 queries and 0.35 to 0.9 from 8; in training 0.75 to 1.55 at 4
 # and 0.25 to 0.95 from 8.
@@ -186,8 +188,9 @@ _ZEN4 = {**_XEON, (torch.float32, False): 8, (torch.float32, True): 8, (torch.bf
 _QUERIES_FROM = {_library.XEON: _XEON, _library.ZEN3: _ZEN3, _library.ZEN4: _ZEN4}
 # One query needs no tiles, but for its gradients (1.2 to 1.8 in float32): cpu is faster where there is much to read.
 # Elements of key: (two threads, 2.6 GHz Xeon) float32 1.0 to 1.2 below 2**16 and 0.7 to 1.1 from there, bfloat16 0.55
-# to 1.0, but 1.15 to 1.3 for some of 2**21. Zen 4: float32 0.5 to 0.9, bfloat16 0.1 to 0.4 from 2**13.
-_ONE_QUERY_FROM = {_library.XEON: 1 << 16, _library.ZEN3: 1 << 18, _library.ZEN4: 0}
+# to 1.0, but 1.15 to 1.3 for some of 2**21. Zen 4: float32 0.5 to 0.9, bfloat16 0.1 to 0.4 from 2**13. Zen 3: float32
+# 0.6 to 1.02, bfloat16 0.2 to 0.4.
+_ONE_QUERY_FROM = {_library.XEON: 1 << 16, _library.ZEN3: 0, _library.ZEN4: 0}
 
 
 def _has_few_queries(call: AttentionCall) -> bool:
@@ -204,6 +207,8 @@ def _has_few_queries(call: AttentionCall) -> bool:
         many, queries_from = (_MANY_KEYS_WITH_TILES if tiles else _MANY_KEYS).get(kind, (LONGEST, 0))
         if call.max_seqlen_k >= many:
             return call.max_seqlen_q < queries_from
+    elif kind == (torch.float32, True) and call.query.shape[:-1].numel() >= _ZEN3_MANY_ROWS:
+        return call.max_seqlen_q < _ZEN3_MANY_FROM
     return call.max_seqlen_q < (_XEON_WITH_TILES if tiles else _QUERIES_FROM[_library.nearest]).get(kind, 0)
 
 

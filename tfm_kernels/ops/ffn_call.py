@@ -32,27 +32,22 @@ class Call:
     training: bool
 
 
-# Without gradients cpu is faster than aten or as fast, in parts of its time (2.6 GHz Xeon and Zen 3, 384-1536 to
-# 1024-4096): float32 0.85 to 0.97 at one row, 0.5 to 0.8 from 4; float16 0.3 to 0.8; bfloat16 0.35 to 0.95 in the
-# processor's tiles and 0.2 to 0.8 without; but for these rows of float32 (1.0 to 1.2 at two, 1.05 to 1.1 at three). On
-# Zen 4 (128-512 to 768-3072) float32 0.2 to 0.85, float16 0.15 to 0.75, bfloat16 0.25 to 0.97, but 0.4 to 1.2 at these.
+# Without gradients cpu is faster than aten or as fast, in parts of its time (2.6 GHz Xeon, 384-1536 to 1024-4096):
+# float32 0.85 to 0.97 at one row, 0.5 to 0.8 from 4, but for three (1.05 to 1.1); float16 0.3 to 0.8; bfloat16 0.35 to
+# 0.95 in the processor's tiles and 0.2 to 0.8 without. On Zen 3 (128-512 to 768-3072) float32 0.27 to 0.9, 16 bits 0.1
+# to 0.5 (one row of bfloat16 up to 1.0). On Zen 4 (the same) float32 0.2 to 0.85, float16 0.15 to 0.75, bfloat16 0.25
+# to 0.97, but 0.4 to 1.2 at these.
 _ATEN_INFERS: dict[tuple[str, torch.dtype], Container[int]] = {
     (_library.XEON, torch.float32): (3,),
-    (_library.ZEN3, torch.float32): (2, 3),
     (_library.ZEN4, torch.bfloat16): range(17, 21),
 }
 # float64, which is there to check gradients, has no tiles: from this many rows 0.3 to 0.8, in training 0.2 to 0.7.
 _FLOAT64_FEW = 17
 # In training, without dropout. float32, few rows: 1 to 64 rows of 128-512 to 768-3072 take cpu 0.4 to 1.06 of aten's
-# time on a Xeon, 1.1 to 1.8 times less than aten on Zen 3 and 1.2 to 2.3 times on Zen 4, at one row 0.55 to 0.7 of its
-# time on Zen 4, with its AVX2 too. Many rows are bound by the same products: with AVX2 aten's BLAS is up to 5 % faster
-# until the hidden activation is so large that its memory decides (1.07 to 1.26 for cpu there); cpu takes 0.93 to 1.0 of
-# aten's time on a Xeon (384-1536 to 768-3072, 512 to 4096 rows) and 0.7 to 0.9 on Zen 4. float16, which PyTorch
-# emulates on Zen 4, 0.01 to 0.65 there.
-_ATEN_TRAINS: dict[tuple[str, torch.dtype], Container[int]] = {
-    (_library.ZEN3, torch.float32): range(512, 4096),
-    **{(processor, dtype): range(4) for processor in (_library.XEON, _library.ZEN3) for dtype in _16_BITS},
-}
+# time on a Xeon, 0.2 to 0.85 on Zen 3, 0.45 to 0.85 on Zen 4, with its AVX2 too. Many rows are bound by the same
+# products: 0.93 to 1.0 of aten's time on a Xeon (384-1536 to 768-3072, 512 to 4096 rows), 0.74 to 0.97 on Zen 3 and 0.7
+# to 0.9 on Zen 4. 16 bits, where PyTorch emulates them: 0.02 to 0.7 on Zen 3, 0.01 to 0.65 on Zen 4.
+_ATEN_TRAINS: dict[tuple[str, torch.dtype], Container[int]] = {(_library.XEON, dtype): range(4) for dtype in _16_BITS}
 # The same where the processor multiplies 16 bits itself: tiles of bfloat16, AVX512_FP16. On a Xeon with both cpu takes
 # 0.35 to 0.98 of aten's time up to 256 rows, 0.6 to 0.95 of 512 wide and more at any number (2048 rows up to 1.08) and
 # 0.65 to 1.0 from 4096 rows; 128-512 to 384-1536 between these 0.8 to 1.16. Zen 4, 128-512 to 768-3072: 0.4 to 0.98 up
@@ -63,8 +58,10 @@ _ATEN_TRAINS_IN_16_BITS = {
 _WIDE = {_library.XEON: 512}
 # Where the hidden activation is half as wide as x or less, as in adapters, leaving it out of memory saves little (Xeon
 # with AMX, 768-16 to 768-384, 1024-64 and 1024-256): float32 from 64 rows on 0.95 to 1.75, in training 1.0 to 2.3, 16
-# bits from 256 rows on 0.95 to 1.6 and 1.0 to 2.1; 256-64 and 256-128 0.8 to 1.1 and 0.8 to 1.3.
+# bits from 256 rows on 0.95 to 1.6 and 1.0 to 2.1; 256-64 and 256-128 0.8 to 1.1 and 0.8 to 1.3. On Zen 3 (768-64,
+# 768-384, 256-64) float32 0.6 to 1.09, in training 0.6 to 0.98 up to 128 rows and 0.95 to 1.25 from 256.
 _NARROW_FROM = {torch.float32: 64, torch.float16: 256, torch.bfloat16: 256}
+_ZEN3_NARROW_FROM = {**_NARROW_FROM, torch.float32: 256}
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -86,8 +83,10 @@ def _aten_is_faster(call: Call) -> bool:
     if call.dtype == torch.float64:
         return call.training or call.rows >= _FLOAT64_FEW
     natively = _multiplies_natively(call.dtype)
-    if natively and call.hidden * 2 <= call.width and call.rows >= _NARROW_FROM[call.dtype]:
-        return call.training or call.width >= 512
+    zen3 = _library.nearest == _library.ZEN3
+    narrow_from = _ZEN3_NARROW_FROM if zen3 else _NARROW_FROM
+    if natively and call.hidden * 2 <= call.width and call.rows >= narrow_from[call.dtype]:
+        return call.training or (call.width >= 512 and not zen3)
     if not call.training:
         return call.rows in _ATEN_INFERS.get((_library.nearest, call.dtype), ())
     if natively and call.dtype in _16_BITS:

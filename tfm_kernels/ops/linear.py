@@ -44,10 +44,10 @@ SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cp
 # float16 0.2 to 1.0, bfloat16 in tiles 0.3 to 0.8; from 384 rows 1.0 to 1.1 and, in tiles, 0.8 to 1.4.
 _FEW, _ANY = range(1, 129), range(1, 1 << 62)
 _XEON = {torch.float32: range(4, 65), torch.float16: _FEW, torch.bfloat16: _FEW}
-# The same on Zen 3 (1 to 8192 rows, 128-128 to 256-8000), but aten's times over cpu's: float32 1.1 to 3.7 for few rows,
-# from 512 rows 0.9 to 1.0; one row 0.7 where the weight is small, else 1.3 to 2.0; bfloat16, which PyTorch emulates
-# there, 4 to 7.
-_ZEN3 = {torch.float32: range(2, 385), torch.float16: _ANY, torch.bfloat16: _ANY}
+# The same on Zen 3 (1 to 4096 rows, 128-128 to 768-3072 and 512-8000): float32 0.26 to 0.9 up to 384 rows, 0.67 to 1.0
+# above (128-128 up to 1.07), at one row 0.94 to 1.07 where the weight is small, else 0.4 to 0.7; 16 bits, which PyTorch
+# emulates there, 0.07 to 0.7.
+_ZEN3 = {torch.float32: range(2, _ANY.stop), torch.float16: _ANY, torch.bfloat16: _ANY}
 # On Zen 4 (1 to 4096 rows, the same weights), in parts of aten's time: float32 0.25 to 1.0 from 2 to 64 rows, 0.75 to
 # 1.05 at 128 and 384; float16, which PyTorch emulates, 0.1 to 0.8; bfloat16 0.3 to 0.97, from 256 rows 0.8 to 1.2.
 _ZEN4 = {torch.float32: range(2, 385), torch.float16: _ANY, torch.bfloat16: _FEW}
@@ -60,8 +60,8 @@ _ONE_ROW_FROM = {_library.XEON: 1 << 17, _library.ZEN3: 1 << 16, _library.ZEN4: 
 def prefer(call: Call) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
     rows = _FASTER[_library.nearest].get(call.dtype, range(0))
-    many = _library.certain(call.rows >= rows.start) and _library.certain(call.rows < rows.stop)
-    return _backend.cpu_first(call.device, many or _is_row_of_much(call))
+    few = rows.stop == _ANY.stop or _library.certain(call.rows < rows.stop)
+    return _backend.cpu_first(call.device, (few and _library.certain(call.rows >= rows.start)) or _is_row_of_much(call))
 
 
 def _is_row_of_much(call: Call) -> bool:

@@ -91,8 +91,10 @@ def _aten_is_faster(call: Call) -> bool:
     """Where there are few classes, whose logits are small."""
     if call.dtype == torch.float64:  # is there to check gradients, and has no tiles
         return True
-    # Times over aten's on Zen 4, 16 to 4096 rows of width 128 to 768; of float16, which PyTorch emulates, 0.02 to 0.2.
-    # On a Xeon with AVX512_FP16 0.56 to 1.06 without gradients.
+    # Times over aten's on Zen 4, 16 to 4096 rows of width 128 to 768; of 16 bits that PyTorch emulates 0.02 to 0.2, and
+    # on Zen 3 0.02 to 0.9 from 16 rows. On a Xeon with AVX512_FP16 0.56 to 1.06 without gradients.
+    if call.dtype == torch.bfloat16 and not _library.bf16_tiles:
+        return False
     if call.dtype == torch.float16 and not (_library.f16_products and call.training):
         return False
     if not call.training:
