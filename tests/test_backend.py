@@ -1,8 +1,10 @@
 """How a backend is chosen, forced, refused and explained."""
 
 import threading
+from fractions import Fraction
 from importlib.util import find_spec
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -213,3 +215,21 @@ def test_triton_is_explained_and_not_chosen_on_any_gpu():
         ):
             with pytest.raises(tfk.BackendError, match=f"backend 'triton' cannot run this call: {reason}"):
                 tfk.ops.layer_norm(x, backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten", "reference"])
+def test_numbers_of_numpy_are_numbers(backend):
+    """As for torch: an eps or a probability may come out of a computation."""
+    x, third = torch.randn(2, 3, 8, requires_grad=True), numpy.float32(0.25)
+    calls = {
+        "layer_norm": lambda number: tfk.ops.layer_norm(x, eps=number, backend=backend),
+        "attention": lambda number: tfk.ops.attention(x[None], x[None], x[None], scale=number, backend=backend),
+        "linear_cross_entropy": lambda number: tfk.ops.linear_cross_entropy(
+            x[0], x[1], torch.tensor([0, 1, 2]), label_smoothing=number, backend=backend
+        ),
+    }  # fmt: skip
+    for name, call in calls.items():
+        assert torch.equal(call(third), call(0.25)), name
+        assert torch.equal(*(torch.autograd.grad(call(number).sum(), x)[0] for number in (third, 0.25))), name
+    with pytest.raises(TypeError, match="eps must be a number, got Fraction"):
+        tfk.ops.layer_norm(x, eps=Fraction(1, 4), backend=backend)

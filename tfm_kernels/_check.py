@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,12 +64,20 @@ def shape(
         raise ValueError(f"{op}: {name} must have shape {tuple(expected)} to match {like}, got {tuple(value.shape)}")
 
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
 def number(op: str, name: str, value: object) -> None:
     """Refuses what is not a real number (bool, str and None among it)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+    if isinstance(value, bool) or not (isinstance(value, _NUMBERS) or _is_of_numpy(value)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     if isinstance(value, int) and value.bit_length() > 1023:
         raise ValueError(f"{op}: {name} must be a number that a float can hold, got {value.bit_length()} bits")
+
+
+def _is_of_numpy(value: object) -> bool:
+    """Whether it is a real scalar of numpy's, which torch takes for a number too."""
+    return type(value).__module__ == "numpy" and isinstance(value, numbers.Real)
 
 
 def eps(op: str, value: float, name: str = "eps") -> None:
