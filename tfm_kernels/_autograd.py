@@ -176,6 +176,8 @@ def differentiate(
             outputs = cpu_extension.apply(plans[backend], *arguments)  # type: ignore[union-attr]
             if outputs is not NotImplemented:
                 return outputs
+        if torch.compiler.is_exporting():  # a strict export keeps of the Function what it does without gradients
+            return forward[backend](*arguments)
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, torch.Tensor) and argument.requires_grad:

@@ -85,6 +85,18 @@ def test_exported(kind, strict):
     assert fused(program.graph_module) == FUSED[kind]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_exported_program_trains(norm_first, strict):
+    layer = tfk.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True, norm_first=norm_first, backend="cpu")
+    program = torch.export.export(layer, (SRC,), strict=strict).module()
+    program(SRC).square().sum().backward()
+    given = {name: weight.grad for name, weight in program.named_parameters()}
+    layer.zero_grad()
+    layer(SRC).square().sum().backward()
+    torch.testing.assert_close(given, {name: weight.grad for name, weight in layer.named_parameters()})
+
+
 def test_export_can_be_saved_and_loaded():
     layer = tfk.nn.TransformerEncoderLayer(E, H, FF, batch_first=True, backend="cpu").eval()
     length = torch.export.Dim("length", min=2, max=64)

@@ -35,8 +35,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     added). Differences: a query that may see no key gives the output bias, never NaN; ``attn_mask`` may also be a
     ``Mask``, whose True means attend; ``is_causal`` needs no ``attn_mask``, is trusted in every path where it has one,
     and never hides the keys of ``add_bias_kv`` and ``add_zero_attn``; ``out_proj`` is called, so that hooks on it, as
-    of pruning and the older ``weight_norm`` and ``spectral_norm``, do what they do on any Linear; bad arguments raise
-    ValueError; nested tensors are refused.
+    of pruning and the older ``weight_norm`` and ``spectral_norm``, do what they do on any Linear; with ``batch_first``
+    query, key and value are not copied, so that they must not be written into before the backward (``x = x + y``, not
+    ``x += y``); bad arguments raise ValueError; nested tensors are refused.
 
     Args:
         embed_dim: E, width of query and output, a multiple of num_heads.
