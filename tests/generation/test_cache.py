@@ -271,6 +271,52 @@ def test_transformers_prompts_of_different_lengths(beams, patched):
         assert torch.equal(row[: len(alone)], alone) and not row[len(alone) :].any()
 
 
+SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "intermediate_size": 48, "initializer_range": 0.4}
+OTHERS = {  # what keeps no keys and values, keeps more than these, or counts padding as positions
+    "Rwkv": {**SIZES, "context_length": 64},
+    "Mamba": {**SIZES, "state_size": 8, "initializer_range": 0.4},
+    "Lfm2": {**SIZES, **HEADS, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+    "Roberta": {**SIZES, **HEADS, "is_decoder": True, "max_position_embeddings": 40},
+    "Bart": {
+        "vocab_size": V, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4,
+        "init_std": 0.4, "is_decoder": True, "is_encoder_decoder": False, "max_position_embeddings": 40,
+    },
+    "OpenAIGPT": {
+        "vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "initializer_range": 0.4,
+    },
+}  # fmt: skip
+CLASSES = {"OpenAIGPT": "OpenAIGPTLMHeadModel"}
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("family", OTHERS)
+def test_transformers_models_of_another_kind(family, beams):
+    hf = transformers()
+    torch.manual_seed(0)
+    config = getattr(hf, f"{family}Config")(**OTHERS[family], pad_token_id=0, bos_token_id=1, eos_token_id=None)
+    model = getattr(hf, CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()
+    ids = spread("causal", "right")
+    found = tfk.generate(model, ids, NEW, num_beams=beams)
+    for row, given in zip(found, ids, strict=True):
+        prompt = given[given != 0][None]
+        alone = tfk.generate(model, prompt, NEW, num_beams=beams, use_cache=False)[0]
+        assert torch.equal(row[: len(alone)], alone) and not row[len(alone) :].any()
+        if beams == 1:
+            wanted = prompt
+            for _ in range(NEW):
+                scores = model(input_ids=wanted, use_cache=False).logits[:, -1]
+                wanted = torch.cat([wanted, scores[:, 1:].argmax(-1, keepdim=True) + 1], 1)  # never padding
+            assert torch.equal(alone, wanted[0])
+
+
+def test_a_stop_that_was_taken_away_stays_away():
+    model = gpt2()
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(3, V, (3, 6), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(tfk.generate(model, ids, NEW), tfk.generate(model, ids, NEW, eos_id=[]))
+
+
 def test_transformers_sources_of_different_lengths():
     model = bart()
     tfk.patch(model)

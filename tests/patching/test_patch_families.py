@@ -161,6 +161,19 @@ def test_attention_weights(kind, backend):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bart", "t5"])
+def test_weights_that_eager_attention_gives_unasked_are_not_held_against_it(kind):
+    model, (ids, _) = build(kind), batch(lengths=(7, 7, 7))
+    model.set_attn_implementation("eager")
+    more = {} if kind in ("gpt2", *LLAMAS) else {"decoder_input_ids": ids[:, :5]}
+    report = tfk.prove(model, {"input_ids": ids, **more})
+    assert report.passed, report.table()
+    attention = [
+        row for row in report.rows if "att" in row.module.lower().rpartition(".")[2] and row.tensor == "output.0"
+    ]
+    assert attention, "attention was held to its own alone"
+
+
 @pytest.mark.parametrize("backend", ["reference", "aten"])
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +47,7 @@ def facts(model: Any) -> Facts:
         )
 
     def token(name: str) -> Any:
-        found = getattr(told, name, None)
-        return getattr(config, name, None) if found is None else found
+        return getattr(config if told is None else told, name, None)
 
     stops = token("eos_token_id")
     return Facts(
@@ -60,9 +60,17 @@ def facts(model: Any) -> Facts:
     )
 
 
-def decoder(model: Any, known: Facts, size: int, source: Tensor | None, use_cache: bool) -> _Decoder:
+def decoder(model: Any, known: Facts, size: int, source: Tensor | None, use_cache: bool) -> _Decoder | _ByLength:
     """The decoder of one ``generate`` call."""
-    return _Decoder(model, known, size, source, use_cache)
+    make = functools.partial(_Decoder, model, known, size, source, use_cache)
+    return make() if known.encoder_decoder or _leaves_padding_out(model) else _ByLength(make)
+
+
+def _leaves_padding_out(model: Any) -> bool:
+    """Whether positions can be told, from 0, so that padding before a prompt shifts none; ALiBi has none to tell."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return model.config.model_type in ("bloom", "mpt")
+    return not any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())  # as RoBERTa
 
 
 class _Decoder:
@@ -72,13 +80,13 @@ class _Decoder:
         self.model = model
         self.keep: Tensor | None = None
         self.cache: Any = None
-        self.told: dict[str, Any] = {"use_cache": use_cache}
         self.name = "decoder_input_ids" if known.encoder_decoder else "input_ids"
         self.encoder_decoder = known.encoder_decoder
-        if use_cache:
-            self.cache = _cache(size, known.encoder_decoder)
-            named = inspect.signature(model.forward).parameters  # "past_key_values" until transformers 5.23
-            self.told["cache" if "cache" in named else "past_key_values"] = self.cache
+        named = inspect.signature(model.forward).parameters  # "past_key_values" until transformers 5.23
+        keyword = next((name for name in ("cache", "past_key_values") if name in named), None)
+        self.told: dict[str, Any] = {"use_cache": use_cache and keyword is not None}
+        if use_cache and keyword is not None:
+            self.cache = self.told[keyword] = _cache(model, size, known.encoder_decoder)
         self.ids: Tensor | None = None
         if known.encoder_decoder:
             assert source is not None
@@ -104,6 +112,8 @@ class _Decoder:
 
     def expand(self, times: int) -> None:
         self._each(lambda t: t.repeat_interleave(times, 0))
+        if not all(hasattr(layer, "batch_repeat_interleave") for layers in self._layers() for layer in layers):
+            self._forget()
         for layers in self._layers():
             for layer in layers:
                 layer.batch_repeat_interleave(times)
@@ -114,6 +124,11 @@ class _Decoder:
         self.keep = None if self.keep is None else self.keep[index]
         for layer in self._layers()[0] if self.cache is not None else ():  # beams share what is of their source
             layer.reorder_cache(index)
+
+    def _forget(self) -> None:
+        """Goes on without the cache, from the tokens."""
+        self.told = {name: given for name, given in self.told.items() if given is not self.cache}
+        self.told["use_cache"], self.cache = False, None
 
     def _layers(self) -> list[list[Any]]:
         if self.cache is None:
@@ -138,10 +153,54 @@ class _Decoder:
         return self.model(**{self.name: ids}, **told).logits[:, -1]
 
 
-def _cache(size: int, encoder_decoder: bool) -> Any:
+class _ByLength:
+    """One decoder for the prompts of each length: for models that count the padding before a prompt as positions."""
+
+    def __init__(self, make: Callable[[], _Decoder]) -> None:
+        self.make = make
+        self.decoders: list[_Decoder] = []
+        self.rows: list[Tensor] = []  # of each decoder
+
+    def start(self, ids: Tensor, lengths: Tensor | None) -> Tensor:
+        if lengths is None:
+            lengths = torch.full_like(ids[:, 0], ids.shape[1])
+        found = lengths.unique().tolist()
+        self.decoders = [self.make() for _ in found]
+        self.rows = [(lengths == length).nonzero().squeeze(1) for length in found]
+        each = zip(self.decoders, self.rows, found, strict=True)
+        return self._joined([decoder.start(ids[rows, :length], None) for decoder, rows, length in each])
+
+    def step(self, tokens: Tensor) -> Tensor:
+        return self._joined([d.step(tokens[rows]) for d, rows in zip(self.decoders, self.rows, strict=True)])
+
+    def expand(self, times: int) -> None:
+        for each in self.decoders:
+            each.expand(times)
+        beams = torch.arange(times, device=self.rows[0].device)
+        self.rows = [(rows[:, None] * times + beams).flatten() for rows in self.rows]
+
+    def reorder(self, index: Tensor) -> None:
+        place = torch.empty_like(index)  # of a row among those of its decoder, which beams do not leave
+        for each, rows in zip(self.decoders, self.rows, strict=True):
+            place[rows] = torch.arange(len(rows), device=index.device)
+            each.reorder(place[index[rows]])
+
+    def _joined(self, scores: list[Tensor]) -> Tensor:
+        joined = scores[0].new_empty(sum(map(len, scores)), scores[0].shape[1])
+        for rows, given in zip(self.rows, scores, strict=True):
+            joined[rows] = given
+        return joined
+
+
+def _cache(model: Any, size: int, encoder_decoder: bool) -> Any:
+    """A cache in reserved memory; transformers' own where layers keep more than keys and values, as recurrent ones."""
     library: Any = sys.modules["transformers"].cache_utils
-    own = library.Cache(layer_class_to_replicate=functools.partial(_layer_class(library), size))
-    return library.EncoderDecoderCache(own, library.DynamicCache()) if encoder_decoder else own
+    if not encoder_decoder:
+        own = library.DynamicCache(config=model.config)
+        if any(type(layer) not in (library.DynamicLayer, library.DynamicSlidingWindowLayer) for layer in own.layers):
+            return own
+    reserved = library.Cache(layer_class_to_replicate=functools.partial(_layer_class(library), size))
+    return library.EncoderDecoderCache(reserved, library.DynamicCache()) if encoder_decoder else reserved
 
 
 @functools.cache

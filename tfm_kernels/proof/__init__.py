@@ -41,7 +41,7 @@ def prove(
     Compared are the outputs, with and without a graph (integers exactly; in 16 bits also row by row); the gradient of
     every parameter, and of inputs that require one; the buffers that a call changes; ``steps`` training steps; and each
     replaced module alone, outputs and gradients, on the inputs that the original feeds it, so that a failure has a
-    name; not the weights that attention of its own gives unasked, and fused only where a call asks for them. Each run
+    name; not the weights that attention gives unasked ("eager"), and fused only where a call asks for them. Each run
     begins with the buffers as they are. In training mode dropout is on, and both models drop the same elements. A note
     names each output that is not compared.
     The patched model is called several times: after a call with other inputs (tensors rolled by one) its outputs must

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..patching import huggingface
 from ..patching.registry import unasked
 from . import padding, precision
 from .runs import Call, Run, device_of, forward, run
@@ -114,7 +115,18 @@ def run_alone(models: Models, call: Call, dtype: torch.dtype) -> Trio:
     with told_apart(models, call, dtype), padding.observed(models.patched) as left_out:
         if left_out.calls:  # else no stack is in it
             forward(models.patched, call.to(None))
-    return run_three(models, call, dtype, left_out, without=unasked(models.patched))
+        without = {*unasked(models.patched), *_eager_weights(models, call)}
+    return run_three(models, call, dtype, left_out, without=without)
+
+
+def _eager_weights(models: Models, call: Call) -> list[str]:
+    """The attention weights that transformers' "eager" attention gives in every call, ours where they are asked for."""
+    config: Any = getattr(models.stock, "config", None)
+    if not huggingface.attends(models.patched) or config._attn_implementation != "eager":
+        return []
+    given, fused = (forward(model, call.to(None)).outputs for model in (models.stock, models.patched))
+    missing = {name: output for name, output in given.items() if name not in fused}
+    return [name for name, output in missing.items() if output.dim() == 4 and bool((output >= 0.0).all())]
 
 
 @contextmanager
