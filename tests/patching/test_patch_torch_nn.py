@@ -141,6 +141,20 @@ def test_norms_and_feed_forward(model):
         assert report.replaced
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_sequential_says_what_it_runs_itself(shared):
+    """Blocks one after another, whose activations may be one object; the last Linear is called."""
+    act = nn.GELU()
+    again = act if shared else nn.GELU()
+    model = nn.Sequential(nn.Linear(8, 16), act, nn.Linear(16, 8), again, nn.Linear(8, 4))
+    x = torch.randn(3, 8)
+    stock = model(x)
+    with tfk.patch(model) as report:
+        torch.testing.assert_close(model(x), stock)
+        inside = {entry.name for entry in report.entries if "runs inside" in entry.note}
+    assert {"0", "2"} <= inside and "4" not in inside
+
+
 def test_convolutions_of_width_one():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(16, 32, 1), nn.ReLU(), nn.Dropout(0.0), nn.Conv1d(32, 16, 1))

@@ -70,12 +70,13 @@ def _recognise(module: nn.Module) -> bool:
 
 
 def _covers(module: nn.Module) -> list[nn.Module]:
-    children = list(module.children())
+    children: list[Any] = list(module._modules.values())  # one that comes again, as an activation may, too
     inside: list[nn.Module] = []
-    for start in range(len(children)):
-        run = _run(children, start)
-        if run is not None:
-            inside += children[start : start + run.length]
+    position = 0
+    while position < len(children):
+        run = _run(children, position)
+        inside += children[position : position + run.length] if run is not None else []
+        position += 1 if run is None else run.length
     return inside
 
 
