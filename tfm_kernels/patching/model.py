@@ -30,6 +30,9 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     is one for isinstance, but not for tools that ask for exactly that class: ``torch.ao.quantization.quantize_dynamic``
     leaves it as it is, so quantize first.
 
+    What attention and layers are given must not be written into before the backward: ``x = x + layer(x)``, not ``x +=
+    layer(x)``, which PyTorch allows where ``batch_first`` makes it copy x, and otherwise refuses as here.
+
     Kernels are differentiable once, and say so where a gradient is differentiated again, as a gradient penalty does:
     ``patch(model, backend="reference")`` is for that.
 
