@@ -118,6 +118,17 @@ def test_a_feed_forward_block_by_one_op(dynamic):
     assert int8_feed_forward(x, nn.Linear(24, 40), "silu", second) is None
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dynamic", WAYS)
+def test_an_exported_block_is_bound_to_no_shape(dynamic, strict):
+    layer = tfk.nn.TransformerEncoderLayer(24, 2, 40, batch_first=True).eval()
+    tfk.quantize(layer, "int8_dynamic" if dynamic else "int8_weight_only")
+    sizes = {0: torch.export.Dim("B", min=1, max=64), 1: torch.export.Dim("T", min=1, max=64)}
+    program = torch.export.export(layer, (X,), dynamic_shapes=(sizes,), strict=strict).module()
+    other = torch.randn(7, 9, 24, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(program(other), layer(other))
+
+
 def test_compiles_whole():
     layer = from_linear(linear(), dynamic=True)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")

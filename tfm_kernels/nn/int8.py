@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +166,7 @@ def int8_feed_forward(x: Tensor, first: Any, activation: str, second: Any, gate:
 def _few(x: Tensor, backend: str | None) -> bool:
     """Whether rows that are not rounded go faster by one call: those of the cpu kernels do."""
     on_cpu = x.device.type == "cpu" and (backend or _backend.forced() or "cpu") == "cpu"
-    return on_cpu and _library.certain(x.shape[:-1].numel() <= _FEW)
+    return on_cpu and _library.certain(math.prod(x.shape[:-1]) <= _FEW)
 
 
 def _offered(op: str, backend: str | None) -> str | None:
