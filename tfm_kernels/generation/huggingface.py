@@ -47,9 +47,10 @@ def facts(model: Any) -> Facts:
         )
 
     def token(name: str) -> Any:
-        return getattr(config if told is None else told, name, None)
+        found = getattr(told, name, None)
+        return getattr(config, name, None) if found is None else found
 
-    stops = token("eos_token_id")
+    stops = getattr(config if told is None else told, "eos_token_id", None)  # None where it was taken away
     return Facts(
         encoder_decoder=bool(config.is_encoder_decoder),
         vocab=model.get_output_embeddings().weight.shape[0],
