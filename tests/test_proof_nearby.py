@@ -1,5 +1,7 @@
 """prove() and ReLU's kink: gradients that jump are measured again nearby; a defect stays one at every point."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,12 +56,24 @@ class OneUnit(Kinked):
         return self.last(torch.where(torch.arange(16) == 3, h.detach(), h))
 
 
+@torch.no_grad()
 def model_at_the_kink(x, dtype):
-    """Biases that put one value of the hidden layer at the kink, exactly but for rounding."""
+    """Biases that put one value of the hidden layer at the kink, exactly but for rounding.
+
+    On the side of it where the dtype rounds to on this machine, too.
+    """
     model = Kinked().to(dtype).double()
-    with torch.no_grad():
-        model.second.bias[5] -= model.hidden(x.to(dtype).double())[2, 5]
-    return model.to(dtype).eval()
+    model.second.bias[5] -= model.hidden(x.to(dtype).double())[2, 5]
+    model = model.to(dtype).eval()
+    exact = lambda: copy.deepcopy(model).double().hidden(x.to(dtype).double())  # noqa: E731
+    near = rounding(dtype).unit * exact().abs().max()
+    for _ in range(8):
+        rounded, value = model.hidden(x.to(dtype))[2, 5], exact()[2, 5]
+        if rounded.sign() == value.sign() and max(abs(rounded), abs(value)) < near:
+            return model
+        bias = model.second.bias
+        bias[5] = torch.nextafter(bias[5], torch.full_like(bias[5], torch.inf))
+    raise AssertionError("no bias puts the value where both agree")
 
 
 def inputs():
