@@ -132,9 +132,15 @@ def _keep(attention_mask: Tensor | None, keys: int, offset: int, seen: int) -> T
     return (F.pad(keep, (0, room)) if room > 0 else keep)[:, None, None, :]
 
 
-def may_be_read(attention_mask: Tensor) -> bool:
-    """Whether ``as_data`` looks at what is in a mask."""
+def _may_be_read(attention_mask: Tensor) -> bool:
     return attention_mask.device.type == "cpu" and not guard.tracing(attention_mask)
+
+
+def hides_a_row(mask: Any) -> bool:
+    """Whether what ``as_data`` gave of a mask that is added to the scores is seen to hide all keys of some row."""
+    if not isinstance(mask, Tensor) or not _may_be_read(mask):
+        return False
+    return bool((mask <= torch.finfo(mask.dtype).min).all(-1).any())
 
 
 def as_data(attention_mask: Any) -> Any:
@@ -152,7 +158,7 @@ def as_data(attention_mask: Any) -> Any:
 
     Cost: some passes over the mask, a head's share of attention's scores. CPU alone: elsewhere it would wait.
     """
-    if attention_mask is None or not may_be_read(attention_mask):
+    if attention_mask is None or not _may_be_read(attention_mask):
         return attention_mask
     if attention_mask.dtype == torch.bool:
         keep = ~attention_mask

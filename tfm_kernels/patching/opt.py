@@ -12,7 +12,7 @@ from .. import _check
 from .._autocast import as_autocast
 from . import block, huggingface
 from .bart import feed_forward
-from .huggingface_mask import as_data, may_be_read
+from .huggingface_mask import as_data, hides_a_row
 from .known import Known
 from .registry import Recipe, backend, register_recipe
 from .swap import fell_back
@@ -72,7 +72,7 @@ def _why_not_attention(attention: nn.Module, told: dict[str, Any], mask: Any, x:
         return "it attends to key_value_states"
     if huggingface.wants_weights(told):
         return "output_attentions was asked for"
-    if isinstance(mask, Tensor) and may_be_read(mask) and _check.records_graph(x, *attention.parameters()):
+    if hides_a_row(mask) and _check.records_graph(x, *attention.parameters()):
         return "its mask hides all keys of a row, whose gradients it halves"
     return _XGLM_ATTENTION.why_not(attention)
 
