@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +12,18 @@ from torch import Tensor
 _ZERO_BELOW = 2.0**-119
 # Without VNNI oneDNN adds pairs of products in 16 bits, which saturate: torch._int_mm of 64 times 77 * 127 gave 8,160.
 _EXACT_ON_CPU: bool = torch.cpu._is_vnni_supported()
+_for_another_machine = False
+
+
+@contextmanager
+def products_of_int8() -> Iterator[None]:
+    """Within the block graphs hold products of int8 also where this processor's are not exact: they run elsewhere."""
+    global _for_another_machine
+    before, _for_another_machine = _for_another_machine, True
+    try:
+        yield
+    finally:
+        _for_another_machine = before
 
 
 def int8_linear(
@@ -51,7 +66,8 @@ def _product(integers: Tensor, weight: Tensor) -> Tensor:
         taken = rows > 16 and width % 8 == 0 and weight.shape[0] % 8 == 0
     else:
         # of one column it gives what lies in memory (torch 2.13)
-        taken = _EXACT_ON_CPU and integers.device.type == "cpu" and width > 1 and min(rows, weight.shape[0]) > 0
+        exact = integers.device.type == "cpu" and (_EXACT_ON_CPU or _for_another_machine)
+        taken = exact and width > 1 and min(rows, weight.shape[0]) > 0
     if taken:
         return torch._int_mm(integers.to(torch.int8), weight.T).to(integers.dtype)
     return F.linear(integers, weight.to(integers.dtype))

@@ -7,3 +7,4 @@ from . import _int8
 
 # (M, K) -> (M, N); the arguments are those of ops.int8_linear, already checked, and whether to differentiate
 int8_linear = beyond_autocast(_int8.int8_linear)
+products_of_int8 = _int8.products_of_int8

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from ..ops.int8_linear import products_of_int8
 from . import attention, integers
 from . import axes as dynamic
 from .call import Flat, FlatCall
@@ -28,7 +29,7 @@ def captured(flat: Flat, call: FlatCall, axes: dynamic.Axes | None) -> ExportedP
     """
     told = dynamic.hints(call, axes)
     try:
-        with within_aten(), quiet():
+        with within_aten(), products_of_int8(), quiet():
             return torch.export.export(flat, call.tensors, dynamic_shapes=told, strict=False)
     except Exception as error:  # whatever the model raises
         why = "its code asks for the values of a tensor" if _asked_for_values(error) else reason(error)

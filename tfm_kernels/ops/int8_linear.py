@@ -112,6 +112,7 @@ def _stand_in(call: Call) -> _backend.StandIn:
 
 OP = _backend.register(_backend.Op("int8_linear", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
 _CHOICES = _backend.Choices()  # (backend, Call)
+products_of_int8 = aten.products_of_int8  # for graphs that run elsewhere
 _FWD = _library.declare(
     "int8_linear_fwd",
     "(Tensor x, Tensor weight, Tensor scale, Tensor? bias, bool dynamic) -> Tensor",
