@@ -69,7 +69,7 @@ def create_fp_to_fp(self, src, dst_type, rounding_mode):
 
 def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     if not (_is_bf16(a) or _is_bf16(b)):
-        if d.data.dtype == np.float32:  # numpy's library sums in another order from call to call on some processors
+        if d.data.dtype == np.float32:  # numpy's own product gave views and copies other bits on a Zen 3
             exact = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
             return _Handle((exact + d.data).astype(np.float32), d.dtype.scalar)
         return _dot(self, a, b, d, input_precision, max_num_imprecise_acc)
