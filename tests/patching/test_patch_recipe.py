@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -222,14 +223,24 @@ def test_bad_declarations():
         tfk.patching.recipe(3)
     with pytest.raises(TypeError, match="declare_layer_norm: cls must be a subclass"):
         tfk.patching.declare_layer_norm(int)
-    with pytest.raises(ValueError, match="mask must be one of keep, hide, add, got 'show'"):
+    with pytest.raises(ValueError, match="mask must be one of keep, hide, add, sdpa, got 'show'"):
         tfk.patching.declare_attention(
             MultiHeadAttention, query="w_q", key="w_k", value="w_v", out="w_o", heads=4, mask="show"
         )
-    with pytest.raises(ValueError, match="mask_axis must be one of batch, heads, got 'rows'"):
+    with pytest.raises(ValueError, match="mask_axis must be one of batch, heads, keys, got 'rows'"):
         tfk.patching.declare_attention(
             MultiHeadAttention, query="w_q", key="w_k", value="w_v", out="w_o", heads=4, mask_axis="rows"
         )
+    for names in ({"query": "w_q"}, {"query": "w_q", "key": "w_k", "value": "w_v", "qkv": "w_q"}, {}):
+        wanted = f"query, key and value must name one child each, or qkv one for all, got {names}"
+        with pytest.raises(ValueError, match=f"declare_attention: {re.escape(wanted)}$"):
+            tfk.patching.declare_attention(MultiHeadAttention, **names, out="w_o", heads=4)
+    for arguments in (("q", "k", None, "mask"), ("q", "k", "v"), ("q", "k", "v", "mask")):
+        wanted = rf"arguments must be names \(input, mask\), got {re.escape(str(arguments))}"
+        with pytest.raises(ValueError, match=wanted):
+            tfk.patching.declare_attention(MultiHeadAttention, qkv="w_q", out="w_o", heads=4, arguments=arguments)
+    with pytest.raises(ValueError, match="no default for, got .*, without 'k'; a class that takes more is written as"):
+        tfk.patching.declare_attention(MultiHeadAttention, qkv="w_q", out="w_o", heads=4, arguments=("q", "mask"))
     with pytest.raises(ValueError, match="forward must have an argument 'keys'"):
         tfk.patching.declare_attention(
             MultiHeadAttention, query="w_q", key="w_k", value="w_v", out="w_o", heads=4,

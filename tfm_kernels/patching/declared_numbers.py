@@ -1,4 +1,4 @@
-"""Whether a class computes what its declaration says, tried on two rows; what cannot be tried is believed."""
+"""Whether a class computes what its declaration says, tried on a few rows; what cannot be tried is believed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn.ffn import ACTIVATIONS
 from . import guard
+from .declaration import probability
 from .declared_norm import DeclaredNorm
 
 _WIDE = (torch.float32, torch.float64)
@@ -21,10 +23,10 @@ def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: Declare
     x = _rows_of(module, norm)
     if x is None:
         return
-    got = _tried(x.device, lambda: cls.forward(module, x))
+    got = tried(module, lambda: cls.forward(module, x))
     wide = tuple(None if p is None else p.double() for p in norm.parameters(module))
     exactly = lambda: norm.of(x.double(), wide, norm.epsilons(module), "reference")  # noqa: E731
-    if _differ(got, _tried(x.device, exactly)):
+    if differ(got, tried(module, exactly)):
         says = "eps_outside says" if norm.rms else "unbiased says which variance, eps_outside"
         raise ValueError(
             f"{op}: {cls.__name__}.forward must give {norm.formula()}, got other numbers: {says} what is added to the "
@@ -40,9 +42,9 @@ def require_post_norm(cls: type[nn.Module], module: nn.Module, norm: str, known:
     x = _rows_of(inner, known)
     if x is None:
         return
-    wanted = _tried(x.device, lambda: inner(x))
-    got = _tried(x.device, lambda: cls.forward(module, x, torch.zeros_like))
-    if _differ(got, wanted):
+    wanted = tried(module, lambda: inner(x))
+    got = tried(module, lambda: cls.forward(module, x, torch.zeros_like))
+    if differ(got, wanted):
         raise ValueError(
             f"declare_residual: {cls.__name__}.forward must give {norm}(x + dropout(sublayer(x))), got other numbers: "
             "a pre-norm wrapper, x + dropout(sublayer(norm(x))), needs no declaration"
@@ -62,9 +64,9 @@ def require_feed_forward(
     names: tuple[str, str, str | None],
     activation: str,
     channels_first: bool,
-    dropout: str | None,
+    drops: tuple[str | None, ...],
 ) -> None:
-    """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for this dropout."""
+    """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for these dropouts."""
     layers: list[Any] = [None if name is None else guard.child(module, name) for name in names]
     first, second, gate = layers
     if any(guard.hooked(layer) for layer in layers if layer):
@@ -80,43 +82,76 @@ def require_feed_forward(
 
     def written() -> Tensor:
         hidden = ACTIVATIONS[activation](rows_by(first, x))
-        return rows_by(second, hidden if gate is None else hidden * rows_by(gate, x))
+        hidden = hidden if gate is None else hidden * rows_by(gate, x)
+        y = rows_by(second, F.dropout(hidden, probability(module, drops[0])))
+        return F.dropout(y, probability(module, drops[1]))
 
     def forward() -> Tensor:
         return cls.forward(module, x.mT).mT if channels_first else cls.forward(module, x)
 
-    with _in_training(module, []):
-        wanted, got = _tried(x.device, written), _tried(x.device, forward)
-    if _differ(got, wanted):
+    with in_training(module, []):
+        wanted, got = tried(module, written), tried(module, forward)
+    if differ(got, wanted):
         inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
         raise ValueError(
             f"declare_feed_forward: {cls.__name__}.forward must give {names[1]}({inner}), got other numbers: "
             f"activation names one of {', '.join(ACTIVATIONS)}"
         )
-    dropping = None if dropout is None else module._modules.get(dropout)
-    if (dropout is not None and dropping is None) or any(True for _ in module.buffers()):
-        return  # that takes its probability from the module's own state, or training might change a buffer
-    own = {dropping, *(inner for layer in layers if layer for inner in layer.modules())}
-    with _in_training(module, [inner for inner in module.modules() if inner not in own]):
-        got = _tried(x.device, forward)
-    if _differ(got, wanted):
-        raise ValueError(
-            f"declare_feed_forward: {cls.__name__}.forward in training must drop elements by the declared dropout "
-            f"alone, which is {dropout!r}, got some dropped elsewhere"
-        )
+    inside = [inner for layer in layers if layer for inner in layer.modules()]
+    require_dropouts("declare_feed_forward", cls, module, drops, inside, forward, written)
+
+
+def require_dropouts(
+    op: str,
+    cls: type[nn.Module],
+    module: nn.Module,
+    drops: tuple[str | None, ...],
+    inside: list[nn.Module],
+    forward: Callable[[], Any],
+    written: Callable[[], Any],
+) -> None:
+    """Raises where ``forward`` in training does not drop what ``written`` does, by each of ``drops`` and no other.
+
+    What is ``inside`` of the layers is theirs to apply. The declared ones drop nothing, and in turn everything.
+    """
+    held = {name: guard.child(module, name) for name in drops if name is not None}
+    training = [inner for inner in module.modules() if inner not in inside]
+    for chosen in (None, *held):
+        with in_training(module, training):
+            for name, each in held.items():
+                if not isinstance(each, nn.Module):
+                    setattr(module, name, float(name == chosen))
+                elif not isinstance(each, nn.Identity):
+                    each.p = float(name == chosen)  # type: ignore[assignment]
+            if not differ(tried(module, forward), tried(module, written)):
+                continue
+        if chosen is None:
+            names = " and ".join(map(repr, held)) or "no dropout"
+            what = f"elements by {names} alone, as declared, got some dropped elsewhere"
+        else:
+            what = f"by {chosen!r} what is declared, got others dropped"
+        raise ValueError(f"{op}: {cls.__name__}.forward in training must drop {what}")
 
 
 @contextmanager
-def _in_training(module: nn.Module, some: list[nn.Module]) -> Iterator[None]:
-    """Has ``some`` of the modules inside of one train, and the others not."""
-    before = {inner: inner.training for inner in module.modules()}
+def in_training(module: nn.Module, some: list[nn.Module]) -> Iterator[None]:
+    """Has ``some`` of the modules inside of one train, and the others not; puts back what forwards meanwhile change."""
+    before = {inner: (dict(inner.__dict__), dict(inner._buffers)) for inner in module.modules()}
+    values = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
     try:
         for inner in before:
             inner.training = inner in some
         yield
     finally:
-        for inner, training in before.items():
-            inner.training = training
+        for inner, (attributes, buffers) in before.items():
+            inner.__dict__.clear()
+            inner.__dict__.update(attributes)
+            inner._buffers.clear()
+            inner._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def _rows(like: Any, small: float = 1.0) -> Tensor | None:
@@ -131,17 +166,23 @@ def _rows(like: Any, small: float = 1.0) -> Tensor | None:
     return torch.stack([row, row * small])[None].to(like)
 
 
-def _tried(device: torch.device, run: Callable[[], Any]) -> Tensor | None:
-    """What a forward gives, leaving random numbers as they were; None where it gives no tensor, or refuses."""
+def attempt(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a forward gives, or why it does not, leaving random numbers as they were."""
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            got = run()
-    except Exception:  # a forward may want anything
-        return None
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            return run(), None
+    except Exception as error:  # a forward may want anything
+        return None, error
+
+
+def tried(module: nn.Module, run: Callable[[], Any]) -> Tensor | None:
+    """What a forward gives; None where it gives no tensor, or refuses."""
+    got, _ = attempt(module, run)
     return got if isinstance(got, Tensor) and bool(got.isfinite().all()) else None
 
 
-def _differ(got: Tensor | None, wanted: Tensor | None) -> bool:
+def differ(got: Tensor | None, wanted: Tensor | None) -> bool:
     """Whether two trials gave other numbers; not where either gave none."""
     if got is None or wanted is None:
         return False

@@ -1,6 +1,7 @@
 """Recipes for classes that users wrote by hand, declared by the names of their parts.
 
     tfk.patching.declare_attention(MultiHeadAttention, query="w_q", key="w_k", value="w_v", out="w_o", heads="heads")
+    tfk.patching.declare_attention(CausalSelfAttention, qkv="c_attn", out="c_proj", heads="n_head", causal=True)
     tfk.patching.declare_feed_forward(PositionwiseFeedForward, first="fc1", second="fc2", dropout="dropout")
     tfk.patching.declare_layer_norm(LayerNorm, weight="gamma", bias="beta", eps="eps", unbiased=True)
     tfk.patching.declare_rms_norm(RMSNorm, weight="scale", eps=1e-6)
@@ -8,47 +9,52 @@
     tfk.patch(model)
 
 What does not fit one of these forms is written as a function, see ``recipe``. ``patch`` refuses a declaration that
-names what its module does not have, or whose numbers are not those of its forward on two rows (norms, feed-forward
-blocks, residuals); ``tfk.prove`` tells whether one is right.
+names what its module does not have, or whose numbers are not those of its forward on a few rows; ``tfk.prove`` tells
+whether one is right.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from .. import _check
-from ..mask import Mask
-from . import block, declared_numbers, guard
+from . import block, declaration, declared_numbers, guard
+from .attention_trial import require_attention
+from .declared_attention import AXES, MASKS, DeclaredAttention, names_of_arguments
 from .declared_norm import DeclaredNorm
 from .registry import Recipe, from_forward, register_recipe
 from .swap import options, original_class
 
-_MASKS = ("keep", "hide", "add")
-_AXES = ("batch", "heads")
 _norms = {nn.LayerNorm: DeclaredNorm(), nn.RMSNorm: DeclaredNorm(bias=None, rms=True)}
 
 
 def declare_attention(
     cls: type[nn.Module],
     *,
-    query: str,
-    key: str,
-    value: str,
+    query: str | None = None,
+    key: str | None = None,
+    value: str | None = None,
+    qkv: str | None = None,
     out: str | None,
     heads: str | int,
+    kv_heads: str | int | None = None,
+    causal: bool = False,
+    scale: str | float | None = None,
     dropout: str | None = None,
-    arguments: tuple[str, str, str, str | None] | None = None,
+    out_dropout: str | None = None,
+    arguments: tuple[str | None, ...] | None = None,
     mask: str = "keep",
     mask_axis: str | None = None,
     weights: bool = False,
 ) -> Recipe:
-    """Declare that a class is multi-head attention: out(concat of heads softmax(q k^T / sqrt(D)) v).
+    """Declare that a class is multi-head attention: out(concat of heads softmax(scale q k^T) v), of (B, T, E).
 
-    The projections are called as modules, so hooks and adapters on them keep working. A row that may see no key gives
+    The projections are called as modules, so hooks and adapters on them keep working. ``patch`` tries it on a few rows,
+    without a mask, with one, and in training, and refuses a class that gives other numbers. A call that gives arguments
+    that are not declared anything but their defaults runs the forward as it is written. A row that may see no key gives
     0 before ``out``, where code that fills with -1e9 gives the mean of hidden values. An attribute in which the forward
     keeps its weights for pictures, such as ``self.attn``, is not written: ``tfk.get_attention_maps`` gives the weights.
 
@@ -57,16 +63,24 @@ def declare_attention(
         query: name of the child that projects queries, dotted where it lies deeper ("linears.0").
         key: name of the child that projects keys.
         value: name of the child that projects values.
+        qkv: instead of these three, name of the child that projects all of them, in this order, as nanoGPT's ``c_attn``
+            and timm's ``qkv`` do.
         out: name of the child that projects the result, or None.
         heads: name of the attribute that holds the number of heads, or the number.
+        kv_heads: the same of the keys and values, where they have fewer heads (grouped queries); None: as many.
+        causal: whether the forward itself hides from a query the keys behind it.
+        scale: name of the attribute that holds the factor of the scores, or the number; None: 1 / sqrt(D).
         dropout: name of the nn.Dropout (or of a float) that acts on the weights, or None.
-        arguments: names of the forward's arguments that hold queries, keys, values and the mask; by default its first
-            four. ("x", "x", "x", "mask") is self-attention.
-        mask: "keep": positions where the mask is 0 are hidden; "hide": where it is not 0; "add": added to the scores.
-            It broadcasts to (B, H, Tq, Tk) as in torch.
+        out_dropout: name of the nn.Dropout that acts on what ``out`` gives, or None.
+        arguments: names of the forward's arguments that hold queries, keys, values and the mask, or input and mask
+            where all are projected from one; by default its first four, or its first two where there are but two or
+            ``qkv`` is given. ("x", None): no mask.
+        mask: "keep": positions where the mask is 0 are hidden; "hide": where it is not 0; "add": added to the scores;
+            "sdpa": as F.scaled_dot_product_attention takes it, bool as "keep" and any other as "add". It broadcasts to
+            (B, H, Tq, Tk) as in torch.
         mask_axis: what the first axis of a mask with three is: "batch" where the forward puts the heads in by
-            ``mask.unsqueeze(1)``, as in The Annotated Transformer; "heads" where it lets the mask broadcast. None: a
-            mask with three axes is refused unless the first has size 1.
+            ``mask.unsqueeze(1)``, as in The Annotated Transformer; "heads" where it lets the mask broadcast. "keys":
+            a mask is (B, Tk). None: a mask with three axes is refused unless the first has size 1.
         weights: whether the forward returns (result, weights).
 
     Returns:
@@ -74,38 +88,60 @@ def declare_attention(
 
     Raises:
         TypeError: ``cls`` is no module class.
-        ValueError: ``mask`` or ``mask_axis`` is unknown, or the forward has no such argument.
+        ValueError: ``mask`` or ``mask_axis`` is unknown; ``qkv`` is given besides ``query``, ``key`` and ``value``, or
+            neither; the forward has no argument of a declared name, or wants one that is not declared.
+
+    Example:
+        >>> tfk.patching.declare_attention(  # nanoGPT's
+        ...     CausalSelfAttention, qkv="c_attn", out="c_proj", heads="n_head", causal=True, dropout="dropout",
+        ...     out_dropout="resid_dropout",
+        ... )
     """
-    _module_class("declare_attention", cls)
-    _check.choice("declare_attention", "mask", mask, _MASKS)
+    op = "declare_attention"
+    declaration.module_class(op, cls)
+    _check.choice(op, "mask", mask, MASKS)
     if mask_axis is not None:
-        _check.choice("declare_attention", "mask_axis", mask_axis, _AXES)
-    names = _parameters(cls)
-    wanted = arguments or (*names[:3], names[3] if len(names) > 3 else None)
-    for name in wanted:
-        if name is not None and name not in names:
-            raise ValueError(f"declare_attention: {cls.__name__}.forward must have an argument {name!r}, got {names}")
-    places = [None if name is None else (names.index(name), name) for name in wanted]
+        _check.choice(op, "mask_axis", mask_axis, AXES)
+    three = {"query": query, "key": key, "value": value}
+    if len([name for name in three.values() if name is not None]) != (3 if qkv is None else 0):
+        given = {name: child for name, child in {**three, "qkv": qkv}.items() if child is not None}
+        raise ValueError(f"{op}: query, key and value must name one child each, or qkv one for all, got {given}")
+    projections = {"qkv": qkv} if qkv is not None else three
+    order = names_of_arguments(op, cls, arguments, qkv is not None)
+    layers = tuple(map(str, projections.values()))
+    declared = DeclaredAttention(
+        layers, out, heads, kv_heads, order, causal, scale, dropout, out_dropout, mask, mask_axis, weights
+    )
+    taken = declaration.Arguments(cls, tuple(name for name in order if name is not None))
+    unknown = taken.required()
+    if unknown is not None:
+        raise ValueError(
+            f"{op}: arguments must name all that {cls.__name__}.forward has no default for, got {order}, without "
+            f"{unknown!r}; a class that takes more is written as a function, see patching.recipe"
+        )
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        q, k, v, given = (_argument(place, args, kwargs) for place in places)
-        count = heads if isinstance(heads, int) else getattr(self, heads)
-        projections = (guard.child(self, name) for name in (query, key, value))
-        q, k, v = (block.split_heads(layer(t), count) for layer, t in zip(projections, (q, k, v), strict=True))
-        told: Any = {"mask": _mask(given, mask, mask_axis), "dropout_p": _probability(self, dropout)}
-        told["backend"] = options(self).backend
-        maps = None
-        if weights:
-            result, maps = block.attend_with_weights(q, k, v, **told)
-        else:
-            result = block.attend(q, k, v, **told)
-        result = block.merge_heads(result)
-        result = result if out is None else guard.child(self, out)(result)
+        call = taken.of(args, kwargs)
+        if call is None:
+            return NotImplemented
+        inputs: list[Any]
+        *inputs, given = (None if name is None else call.get(name) for name in order)
+        if not declared.takes(inputs):
+            return NotImplemented
+        result, maps = declared.run(self, inputs, given, options(self).backend)
         return (result, maps) if weights else result
 
-    children = {"query": query, "key": key, "value": value, "out": out}
-    check = _names("declare_attention", children, {"heads": heads, "dropout": dropout})
-    return register_recipe(from_forward(_name(cls), cls, run, "fused attention", check=check))
+    named = declaration.names(
+        op,
+        {**projections, "out": out, "out_dropout": out_dropout},
+        {"heads": heads, "kv_heads": kv_heads, "scale": scale, "dropout": dropout},
+    )
+
+    def check(module: nn.Module) -> None:
+        named(module)
+        require_attention(cls, module, declared)
+
+    return register_recipe(from_forward(declaration.class_name(cls), cls, run, "fused attention", check=check))
 
 
 def declare_feed_forward(
@@ -115,6 +151,7 @@ def declare_feed_forward(
     second: str,
     activation: str = "relu",
     dropout: str | None = None,
+    out_dropout: str | None = None,
     gate: str | None = None,
     channels_first: bool = False,
 ) -> Recipe:
@@ -128,6 +165,7 @@ def declare_feed_forward(
         second: name of the second one.
         activation: "relu" | "gelu" | "gelu_tanh" | "silu".
         dropout: name of the nn.Dropout after the activation, or None.
+        out_dropout: name of the nn.Dropout after ``second``, or None.
         gate: name of the nn.Linear without bias whose product multiplies the activation, or None.
         channels_first: whether the forward takes and gives (B, E, T), as convolutions do, instead of (B, T, E).
 
@@ -138,7 +176,7 @@ def declare_feed_forward(
         TypeError: ``cls`` is no module class.
         ValueError: ``activation`` is unknown.
     """
-    _module_class("declare_feed_forward", cls)
+    declaration.module_class("declare_feed_forward", cls)
     _check.choice("declare_feed_forward", "activation", activation, ("relu", "gelu", "gelu_tanh", "silu"))
 
     @_of_one(cls)
@@ -147,23 +185,22 @@ def declare_feed_forward(
         gated = None if gate is None else guard.child(self, gate)
         if not all(map(_pointwise, layers)) or (gated is not None and gated.bias is not None):
             return NotImplemented
-        told: dict[str, Any] = {"dropout_p": _probability(self, dropout), "backend": options(self).backend}
-        if not channels_first:
-            return block.feed_forward(x, layers[0], layers[1], activation, gated, **told)
-        y = block.feed_forward(x.transpose(-1, -2), layers[0], layers[1], activation, gated, **told)
-        return y.transpose(-1, -2).contiguous()
+        told: dict[str, Any] = {"dropout_p": declaration.probability(self, dropout), "backend": options(self).backend}
+        y = block.feed_forward(x.mT if channels_first else x, layers[0], layers[1], activation, gated, **told)
+        y = y.mT.contiguous() if channels_first else y
+        return y if out_dropout is None else guard.child(self, out_dropout)(y)
 
     children = {"first": first, "second": second, "gate": gate, "dropout": dropout}
     covers = tuple(name for name in children.values() if name is not None)
-    named = _names("declare_feed_forward", children)
+    named = declaration.names("declare_feed_forward", {**children, "out_dropout": out_dropout})
 
     def check(module: nn.Module) -> None:
         named(module)
         if _pointwise(guard.child(module, first)) and _pointwise(guard.child(module, second)):
-            parts = (first, second, gate)
-            declared_numbers.require_feed_forward(cls, module, parts, activation, channels_first, dropout)
+            parts, drops = (first, second, gate), (dropout, out_dropout)
+            declared_numbers.require_feed_forward(cls, module, parts, activation, channels_first, drops)
 
-    return register_recipe(from_forward(_name(cls), cls, run, "feed-forward", covers, check))
+    return register_recipe(from_forward(declaration.class_name(cls), cls, run, "feed-forward", covers, check))
 
 
 def declare_layer_norm(
@@ -230,20 +267,21 @@ def declare_rms_norm(
 
 
 def _declare_norm(op: str, cls: type[nn.Module], norm: DeclaredNorm) -> Recipe:
-    _module_class(op, cls)
+    declaration.module_class(op, cls)
 
     @_of_one(cls)
     def run(self: Any, x: Tensor) -> Any:
         return norm.run(self, x, options(self).backend) if norm.takes(self, x) else NotImplemented
 
-    named = _names(op, {}, norm.names())
+    named = declaration.names(op, {}, norm.names())
 
     def check(module: nn.Module) -> None:
         named(module)
         declared_numbers.require_norm(op, cls, module, norm)
 
     _norms[cls] = norm
-    return register_recipe(from_forward(_name(cls), cls, run, "rms_norm" if norm.rms else "layer_norm", check=check))
+    what = "rms_norm" if norm.rms else "layer_norm"
+    return register_recipe(from_forward(declaration.class_name(cls), cls, run, what, check=check))
 
 
 def declare_residual(
@@ -269,8 +307,8 @@ def declare_residual(
         TypeError: ``cls`` is no module class.
         ValueError: ``sublayer`` is None and the forward has no second argument.
     """
-    _module_class("declare_residual", cls)
-    names = _parameters(cls)[: 2 if sublayer is None else 1]
+    declaration.module_class("declare_residual", cls)
+    names = declaration.parameters(cls)[: 2 if sublayer is None else 1]
     if sublayer is None and len(names) < 2:
         raise ValueError(
             f"declare_residual: sublayer must name a child where {cls.__name__}.forward has no second argument, "
@@ -278,7 +316,7 @@ def declare_residual(
         )
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = _bind(names, args, kwargs)
+        bound = declaration.bind(names, args, kwargs)
         if bound is None or sublayer is None and any(bound[1:]):
             return NotImplemented
         (x, *given), args, kwargs = bound
@@ -289,10 +327,10 @@ def declare_residual(
         y = given[0](x) if sublayer is None else guard.child(self, sublayer)(x, *args, **kwargs)
         if y.shape != x.shape or not known.takes(inner, x, y):  # the sum broadcasts, or fails
             return inner(x + (y if dropout is None else guard.child(self, dropout)(y)))
-        return known.run_of_sum(inner, y, x, _probability(self, dropout), options(self).backend)
+        return known.run_of_sum(inner, y, x, declaration.probability(self, dropout), options(self).backend)
 
     covers = () if dropout is None else (dropout,)
-    named = _names("declare_residual", {"norm": norm, "dropout": dropout, "sublayer": sublayer})
+    named = declaration.names("declare_residual", {"norm": norm, "dropout": dropout, "sublayer": sublayer})
 
     def check(module: nn.Module) -> None:
         named(module)
@@ -301,91 +339,21 @@ def declare_residual(
             declared_numbers.require_post_norm(cls, module, norm, known)
 
     what = "dropout, sum and norm in one pass"
-    return register_recipe(from_forward(_name(cls), cls, run, what, covers, check))
-
-
-def _module_class(op: str, cls: object) -> None:
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise TypeError(f"{op}: cls must be a subclass of torch.nn.Module, got {cls!r}")
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _names(op: str, children: dict[str, Any], attributes: dict[str, Any] | None = None) -> Callable[[nn.Module], None]:
-    """What asks of a module whether it has what was declared, each by the name of the declaration's argument."""
-
-    def check(module: nn.Module) -> None:
-        for argument, path in children.items():
-            if path is not None:
-                guard.require_child(op, argument, module, path)
-        for argument, name in (attributes or {}).items():
-            if isinstance(name, str):
-                guard.require_attribute(op, argument, module, name)
-
-    return check
-
-
-def _parameters(cls: type[nn.Module]) -> tuple[str, ...]:
-    """The names of the forward's arguments."""
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
-
-
-def _bind(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, tuple, dict[str, Any]] | None:
-    """A call's first arguments, ``names``, however given, and the others as they were; None where one is missing."""
-    count, named = len(names), names[len(args) :]
-    if not all(name in kwargs for name in named):
-        return None
-    others = {name: given for name, given in kwargs.items() if name not in named}
-    return (*args[:count], *(kwargs[name] for name in named)), args[count:], others
+    return register_recipe(from_forward(declaration.class_name(cls), cls, run, what, covers, check))
 
 
 def _of_one(cls: type[nn.Module]) -> Callable[[Callable[[Any, Tensor], Any]], Callable[..., Any]]:
     """Makes of a function of the module and x what takes the calls of a forward that takes x alone, by any name."""
-    names = _parameters(cls)[:1]
+    names = declaration.parameters(cls)[:1]
 
     def taking(run: Callable[[Any, Tensor], Any]) -> Callable[..., Any]:
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            bound = _bind(names, args, kwargs)
+            bound = declaration.bind(names, args, kwargs)
             return NotImplemented if bound is None or any(bound[1:]) else run(self, *bound[0])
 
         return called
 
     return taking
-
-
-def _argument(place: tuple[int, str] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    if place is None:
-        return None
-    position, name = place
-    return args[position] if position < len(args) else kwargs.get(name)
-
-
-def _mask(given: Any, meaning: str, axis: str | None) -> Mask | Tensor | None:
-    """The mask of a call as ops.attention takes it; ``axis`` is the first of three."""
-    if given is None:
-        return None
-    if given.dim() == 3 and axis == "batch":
-        given = given.unsqueeze(1)
-    if given.dim() == 3 and axis is None and given.shape[0] != 1:
-        raise ValueError(
-            f"declare_attention: mask must be 2-D or 4-D, or have a first axis of 1, got {tuple(given.shape)}: declare "
-            "mask_axis='batch' or 'heads' to say what that axis is"
-        )
-    given = given.view(*[1] * (4 - given.dim()), *given.shape)
-    if meaning == "add":
-        return given
-    return Mask.keep(given != 0 if meaning == "keep" else given == 0)
-
-
-def _probability(owner: nn.Module, name: str | None) -> float:
-    if name is None:
-        return 0.0
-    held = getattr(owner, name) if "." not in name else guard.child(owner, name)
-    if isinstance(held, nn.Module):
-        return block.dropout_p(held)
-    return held if owner.training else 0.0
 
 
 def _pointwise(layer: Any) -> bool:

@@ -1,0 +1,103 @@
+"""What every declaration of a class needs: its names looked up, and the arguments of a call found by theirs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import block, guard
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_REQUIRED = inspect.Parameter.empty
+
+
+def module_class(op: str, cls: object) -> None:
+    """Refuses what is no class of modules."""
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"{op}: cls must be a subclass of torch.nn.Module, got {cls!r}")
+
+
+def class_name(cls: type) -> str:
+    """The name of a class' recipe."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def names(op: str, children: dict[str, Any], attributes: dict[str, Any] | None = None) -> Callable[[nn.Module], None]:
+    """What asks of a module whether it has what was declared, each by the name of the declaration's argument."""
+
+    def check(module: nn.Module) -> None:
+        for argument, path in children.items():
+            if path is not None:
+                guard.require_child(op, argument, module, path)
+        for argument, name in (attributes or {}).items():
+            if isinstance(name, str):
+                guard.require_attribute(op, argument, module, name)
+
+    return check
+
+
+def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
+    """The names of the forward's arguments, without those of any number."""
+    return tuple(each.name for each in _taken(cls) if each.kind not in _ANY_NUMBER)
+
+
+def _taken(cls: type[nn.Module]) -> list[inspect.Parameter]:
+    return list(inspect.signature(cls.forward).parameters.values())[1:]
+
+
+def bind(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, tuple, dict[str, Any]] | None:
+    """A call's first arguments, ``names``, however given, and the others as they were; None where one is missing."""
+    count, named = len(names), names[len(args) :]
+    if not all(name in kwargs for name in named):
+        return None
+    others = {name: given for name, given in kwargs.items() if name not in named}
+    return (*args[:count], *(kwargs[name] for name in named)), args[count:], others
+
+
+class Arguments:
+    """The arguments of a forward of which a declaration knows ``known``, by name."""
+
+    def __init__(self, cls: type[nn.Module], known: tuple[str, ...]) -> None:
+        taken = [each for each in _taken(cls) if each.kind not in _ANY_NUMBER]
+        self.positional = tuple(each.name for each in taken if each.kind in _POSITIONAL)
+        self.known = known
+        self.others = {each.name: each.default for each in taken if each.name not in known}
+
+    def required(self) -> str | None:
+        """The first argument that every call must give and nobody knows, if there is one."""
+        return next((name for name, default in self.others.items() if default is _REQUIRED), None)
+
+    def of(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """What a call gives, by name; None where it gives others than the known ones anything but their default."""
+        given = dict(zip(self.positional, args, strict=False))
+        if len(args) > len(self.positional) or any(name in given for name in kwargs):
+            return None
+        given.update(kwargs)
+        for name, value in given.items():
+            if name not in self.known and (name not in self.others or not _same(value, self.others[name])):
+                return None
+        return given
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(value, (bool, int, float, str)) and value == default)
+
+
+def probability(owner: nn.Module, name: str | None) -> float:
+    """The probability with which the nn.Dropout, or the float, of this name now drops; an nn.Identity never does."""
+    if name is None:
+        return 0.0
+    held = getattr(owner, name) if "." not in name else guard.child(owner, name)
+    if isinstance(held, nn.Module):
+        return 0.0 if isinstance(held, nn.Identity) else block.dropout_p(held)
+    return held if owner.training else 0.0
+
+
+def number(owner: nn.Module, held: str | float | None) -> Any:
+    """A number that is declared as such, or by the name of the attribute that holds it, dotted where it lies deeper."""
+    value = guard.child(owner, held) if isinstance(held, str) else held
+    return value.item() if isinstance(value, Tensor) else value
