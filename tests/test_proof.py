@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfm_kernels as tfk
-from tfm_kernels.proof import prove_patched
+from tfm_kernels.proof import copying, prove_patched
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -259,3 +259,33 @@ def test_bad_arguments(model, change, error, message):
 def test_a_wrong_call_raises_the_originals_own_error(model):
     with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
         tfk.prove(model, {"y": torch.ones(1)})
+
+
+class Closing(nn.Module):
+    """Runs its layers from a function that holds them, as minGPT's blocks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"norm": nn.LayerNorm(8), "linear": nn.Linear(8, 8)})
+        m, weight, later = self.parts, self.parts["linear"].weight, None
+        self.run = lambda x: m["linear"](m["norm"](x)) + x @ weight if later is None else later
+        self.plain = lambda x: x
+
+    def forward(self, x):
+        return self.plain(self.run(x))
+
+
+def test_a_model_that_keeps_functions_of_its_layers():
+    """A copy's function ran the model's own layers: float32 beside float64, and unpatched."""
+    torch.manual_seed(0)
+    model = Closing()
+    before, run = copy.deepcopy(model.state_dict()), model.run
+    report = tfk.prove(model, (torch.randn(4, 8),), steps=1)
+    assert report.passed and {"parts.norm", "parts.linear"} <= set(report.replaced), report.table()
+    assert model.run is run and all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    copied = copying.copied(model)
+    assert copied.plain is model.plain and copied.run is not run
+    with torch.no_grad():
+        copied.parts["linear"].weight.zero_()
+        copied.parts["linear"].bias.fill_(3.0)
+        assert torch.equal(copied(torch.randn(4, 8)), torch.full((4, 8), 3.0))

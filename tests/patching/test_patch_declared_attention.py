@@ -102,6 +102,26 @@ GROUPED = dict(query="wq", key="wk", value="wv", out=None, heads=HEADS, kv_heads
 GROUPED |= dict(mask="hide", mask_axis="keys")
 
 
+class PreNormAttention(nn.Module):
+    """In the style of vit-pytorch: the norm is inside, the output layer a Sequential with its dropout."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.heads, self.dim_head, self.norm = HEADS, 6, nn.LayerNorm(WIDTH)
+        self.attend, self.dropout = nn.Softmax(dim=-1), nn.Dropout(dropout)
+        self.to_qkv = nn.Linear(WIDTH, 3 * HEADS * 6, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(HEADS * 6, WIDTH), nn.Dropout(dropout))
+
+    def forward(self, x):
+        parts = self.to_qkv(self.norm(x)).chunk(3, dim=-1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in parts)
+        weights = self.dropout(self.attend(q @ k.mT * self.dim_head**-0.5))
+        return self.to_out((weights @ v).transpose(1, 2).flatten(2))
+
+
+PRE_NORM = dict(qkv="to_qkv", out="to_out", norm="norm", heads="heads", dropout="dropout")
+
+
 class Cross(nn.Module):
     """Values, keys, query, in the order of a much-read tutorial; the score's mask is added."""
 
@@ -134,6 +154,7 @@ CASES = {  # class, its declaration, arguments of calls beyond the first rows
     "nanoGPT, SDPA": (FlashAttention, {**NANO, "dropout": "dropout"}, [()]),
     "timm": (ImageAttention, IMAGE, [(), (band(7),), (rows(3, 1, 7, 7),)]),
     "grouped": (GroupedAttention, GROUPED, [(), (torch.arange(7) >= torch.tensor([4, 7, 2])[:, None],)]),
+    "vit-pytorch": (PreNormAttention, PRE_NORM, [()]),
     "one head of keys": (lambda: GroupedAttention(1), {**GROUPED, "kv_heads": 1}, [()]),
     "cross": (Cross, CROSS, [(rows(3, 5, 10), rows(3, 7, WIDTH)), (rows(3, 5, 10), rows(3, 7, WIDTH), rows(7, 5))]),
 }
@@ -293,6 +314,8 @@ REFUSED = {  # what is wrong -> class, declaration, what patch says
     "padding": (GroupedAttention, wrong(GROUPED, mask_axis=None), "with a mask: those of mask_axis='keys'"),
     "no weights": (separate, wrong(SEPARATE, weights=True), r"must give \(result, weights\) where weights=True, got"),
     "weights": (shown, SEPARATE, "must give the result alone where weights=False, got 2 values"),
+    "its norm": (PreNormAttention, wrong(PRE_NORM, norm=None), ALONE),
+    "beside a Sequential": (dropping(PreNormAttention), wrong(PRE_NORM, dropout=None), DROPS + "elements by no "),
     "norms": (lambda: ImageAttention(norm=nn.LayerNorm), IMAGE, ALONE),
     "no dropout": (dropping(ImageAttention), wrong(IMAGE, dropout=None, out_dropout=None), DROPS + "elements by no "),
     "of weights": (dropping(CausalSelfAttention), wrong(NANO, dropout=None), DROPS + "elements by 'resid_drop"),
@@ -362,3 +385,49 @@ def test_a_feed_forward_block_that_drops_its_result():
     model[0].dropout = nn.Identity()
     with tfk.patch(model, backend="cpu"), torch.no_grad():
         torch.testing.assert_close(model[0](x), plain)
+
+
+class PreNormPerceptron(nn.Module):
+    """In the style of vit-pytorch: all in one Sequential, the norm first."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        hidden = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(dropout)]
+        self.net = nn.Sequential(*hidden, nn.Linear(32, WIDTH), nn.Dropout(dropout))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_a_feed_forward_block_with_its_norm_inside():
+    torch.manual_seed(0)
+    names = dict(first="net.1", second="net.4", activation="gelu", dropout="net.3", out_dropout="net.5")
+    tfk.patching.declare_feed_forward(PreNormPerceptron, **names, norm="net.0")
+    model = nn.ModuleList([PreNormPerceptron()])
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    assert_same_results(model, lambda m: m[0](rows(3, 7, WIDTH).to(m[0].net[1].weight)), backend="cpu")
+    with tfk.patch(nn.ModuleList([PreNormPerceptron(0.1)])) as report:
+        assert {"0", "0.net.1"} <= {entry.name for entry in report.replaced}
+    tfk.patching.declare_feed_forward(PreNormPerceptron, **names)
+    with pytest.raises(ValueError, match="^declare_feed_forward: PreNormPerceptron.forward must give net.4"):
+        tfk.patch(model)
+    with pytest.raises(ValueError, match="^declare_feed_forward: norm must be None where channels_first=True, got 'n"):
+        tfk.patching.declare_feed_forward(PreNormPerceptron, **names, norm="net.0", channels_first=True)
+    with pytest.raises(ValueError, match="^declare_attention: norm must be None where queries, keys and values are"):
+        tfk.patching.declare_attention(Cross, **CROSS, norm="norm")
+
+
+def test_a_switch_is_no_mask():
+    class Switched(CausalSelfAttention):
+        def forward(self, x, use_cache=False):
+            return super().forward(x) * (2 if use_cache else 1)
+
+    torch.manual_seed(0)
+    tfk.patching.declare_attention(Switched, **NANO)
+    model, x = nn.ModuleList([Switched()]), torch.randn(2, 5, WIDTH)
+    wanted = model[0](x, use_cache=True)
+    with tfk.patch(model) as report:
+        model[0](x)
+        assert not report.fallbacks
+        assert torch.equal(model[0](x, True), wanted) and "0" in report.fallbacks

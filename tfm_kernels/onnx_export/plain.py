@@ -5,7 +5,6 @@ The user's model is never touched, so nothing has to be put back.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import nn
 
 from .. import patching
 from .._backend import use_backend
+from ..proof.copying import copied
 from ..proof.runs import Call, buffers_kept
 
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
@@ -23,14 +23,14 @@ _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 def plain(model: nn.Module) -> nn.Module:
     """A copy on the CPU, without patches and without the backends that its modules were given by name."""
-    copied = copy.deepcopy(model).to("cpu").eval()
-    patching.unpatch(copied)
-    for module in copied.modules():
+    own = copied(model).to("cpu").eval()
+    patching.unpatch(own)
+    for module in own.modules():
         if type(module).__module__.startswith(f"{__package__.partition('.')[0]}.nn.") and hasattr(module, "backend"):
             cast(Any, module).backend = None  # within_aten() and the judge choose
         if type(module) in _STACKS:
             module.register_forward_pre_hook(_without_looking, with_kwargs=True)
-    return copied
+    return own
 
 
 def _without_looking(stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -27,8 +27,9 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
     layers = [guard.child(module, name) for name in declared.projections]
     if not all(isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter for layer in layers):
         return
-    outer = [guard.child(module, name) for name in (declared.out, declared.out_dropout) if name is not None]
-    if any(map(guard.hooked, (*layers, *outer))) or any(p.is_meta for p in module.parameters()):
+    around = (declared.norm, declared.out)
+    called = [*layers, *(guard.child(module, name) for name in around if name is not None)]
+    if any(map(guard.hooked, called)) or any(p.is_meta for p in module.parameters()):
         return
     if not all(layer.weight.is_floating_point() for layer in layers):
         return
@@ -42,7 +43,7 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
         trial.require(declared, [None], "without a mask")
         if declared.arguments[3] is not None:
             trial.require(declared, trial.masks(declared), "with a mask")
-    inside = [inner for layer in (*layers, *outer[:1]) for inner in layer.modules()]
+    inside = [inner for layer in called for inner in layer.modules()]
     drops = (declared.dropout, declared.out_dropout)
     forward, written = lambda: trial.forward(None)[0], lambda: trial.written(declared, None)[0]
     require_dropouts(_OP, cls, module, drops, inside, forward, written)

@@ -45,6 +45,12 @@ def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(each.name for each in _taken(cls) if each.kind not in _ANY_NUMBER)
 
 
+def is_switch(cls: type[nn.Module], name: str) -> bool:
+    """Whether a forward's argument has a default that is neither a tensor nor None, as ``use_cache=False``."""
+    default = inspect.signature(cls.forward).parameters[name].default
+    return default is not _REQUIRED and default is not None and not isinstance(default, Tensor)
+
+
 def _taken(cls: type[nn.Module]) -> list[inspect.Parameter]:
     return list(inspect.signature(cls.forward).parameters.values())[1:]
 

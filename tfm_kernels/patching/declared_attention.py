@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..mask import Mask
 from . import block, guard
-from .declaration import number, parameters, probability
+from .declaration import is_switch, number, parameters, probability
 
 MASKS = ("keep", "hide", "add", "sdpa")
 AXES = ("batch", "heads", "keys")
@@ -24,6 +24,7 @@ class DeclaredAttention:
     Attributes:
         projections: names of the children that project queries, keys and values; or of the one that projects all.
         out: name of the child that projects the result, or None.
+        norm: name of the child that the one input goes through first, or None.
         heads: number of heads, or name of the attribute that holds it.
         kv_heads: the same of the keys and values; None: as many.
         arguments: names of the forward's arguments for queries, keys, values and the mask, or None for the mask.
@@ -38,6 +39,7 @@ class DeclaredAttention:
 
     projections: tuple[str, ...]
     out: str | None
+    norm: str | None
     heads: str | int
     kv_heads: str | int | None
     arguments: tuple[str, str, str, str | None]
@@ -54,9 +56,11 @@ class DeclaredAttention:
         inner = "softmax(scale q k^T) v" + (" of a causal mask" if self.causal else "")
         return f"{inner}, the heads side by side" if self.out is None else f"{self.out}(the heads of {inner})"
 
-    def takes(self, inputs: Sequence[Any]) -> bool:
+    def takes(self, inputs: Sequence[Any], mask: Any) -> bool:
         """Whether these are what the declaration speaks of: (B, T, E), and as many queries as keys under ``causal``."""
-        if not all(isinstance(t, Tensor) and t.dim() == 3 for t in inputs):
+        if not all(isinstance(t, Tensor) and t.dim() == 3 for t in inputs) or not isinstance(
+            mask, (Tensor, type(None))
+        ):
             return False
         return not self.causal or inputs[0].shape[1] == inputs[1].shape[1]
 
@@ -64,6 +68,8 @@ class DeclaredAttention:
         self, module: Any, inputs: Sequence[Tensor], mask: Any, backend: str | None
     ) -> tuple[Tensor, Tensor | None]:
         """(result, weights), weights None where they are not declared, of what the forward takes, its mask as it is."""
+        if self.norm is not None:
+            inputs = [guard.child(module, self.norm)(inputs[0])] * 3
         q, k, v = self._heads(module, inputs)
         mask, bias = self._masks(mask, q)
         told: dict[str, Any] = {"bias": bias, "scale": number(module, self.scale), "backend": backend}
@@ -127,7 +133,8 @@ def names_of_arguments(op: str, cls: type[nn.Module], given: Any, one: bool) -> 
     names = parameters(cls)
     if given is None:
         inputs = 1 if one or len(names) < 3 else 3
-        given = (*names[:inputs], *(names[inputs : inputs + 1] or (None,)))
+        last = names[inputs] if len(names) > inputs and not is_switch(cls, names[inputs]) else None
+        given = (*names[:inputs], last)
     if len(given) == 2:
         given = (given[0], given[0], given[0], given[1])
     if len(given) != 4 or None in given[:3] or (one and len(set(given[:3])) > 1):

@@ -61,14 +61,14 @@ def _rows_of(module: nn.Module, norm: DeclaredNorm) -> Tensor | None:
 def require_feed_forward(
     cls: type[nn.Module],
     module: nn.Module,
-    names: tuple[str, str, str | None],
+    names: tuple[str, str, str | None, str | None],
     activation: str,
     channels_first: bool,
     drops: tuple[str | None, ...],
 ) -> None:
     """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for these dropouts."""
     layers: list[Any] = [None if name is None else guard.child(module, name) for name in names]
-    first, second, gate = layers
+    first, second, gate, norm = layers
     if any(guard.hooked(layer) for layer in layers if layer):
         return
     weight = first.weight
@@ -81,8 +81,9 @@ def require_feed_forward(
         return layer(rows.mT).mT if isinstance(layer, nn.Conv1d) else layer(rows)
 
     def written() -> Tensor:
-        hidden = ACTIVATIONS[activation](rows_by(first, x))
-        hidden = hidden if gate is None else hidden * rows_by(gate, x)
+        rows = x if norm is None else norm(x)
+        hidden = ACTIVATIONS[activation](rows_by(first, rows))
+        hidden = hidden if gate is None else hidden * rows_by(gate, rows)
         y = rows_by(second, F.dropout(hidden, probability(module, drops[0])))
         return F.dropout(y, probability(module, drops[1]))
 

@@ -39,6 +39,7 @@ def declare_attention(
     value: str | None = None,
     qkv: str | None = None,
     out: str | None,
+    norm: str | None = None,
     heads: str | int,
     kv_heads: str | int | None = None,
     causal: bool = False,
@@ -66,6 +67,7 @@ def declare_attention(
         qkv: instead of these three, name of the child that projects all of them, in this order, as nanoGPT's ``c_attn``
             and timm's ``qkv`` do.
         out: name of the child that projects the result, or None.
+        norm: name of the child that the input goes through first, as in vit-pytorch, or None.
         heads: name of the attribute that holds the number of heads, or the number.
         kv_heads: the same of the keys and values, where they have fewer heads (grouped queries); None: as many.
         causal: whether the forward itself hides from a query the keys behind it.
@@ -74,7 +76,7 @@ def declare_attention(
         out_dropout: name of the nn.Dropout that acts on what ``out`` gives, or None.
         arguments: names of the forward's arguments that hold queries, keys, values and the mask, or input and mask
             where all are projected from one; by default its first four, or its first two where there are but two or
-            ``qkv`` is given. ("x", None): no mask.
+            ``qkv`` is given, without the last where that has a default such as False. ("x", None): no mask.
         mask: "keep": positions where the mask is 0 are hidden; "hide": where it is not 0; "add": added to the scores;
             "sdpa": as F.scaled_dot_product_attention takes it, bool as "keep" and any other as "add". It broadcasts to
             (B, H, Tq, Tk) as in torch.
@@ -89,7 +91,8 @@ def declare_attention(
     Raises:
         TypeError: ``cls`` is no module class.
         ValueError: ``mask`` or ``mask_axis`` is unknown; ``qkv`` is given besides ``query``, ``key`` and ``value``, or
-            neither; the forward has no argument of a declared name, or wants one that is not declared.
+            neither; the forward has no argument of a declared name, or wants one that is not declared; ``norm`` is
+            given where there is more than one input.
 
     Example:
         >>> tfk.patching.declare_attention(  # nanoGPT's
@@ -108,9 +111,11 @@ def declare_attention(
         raise ValueError(f"{op}: query, key and value must name one child each, or qkv one for all, got {given}")
     projections = {"qkv": qkv} if qkv is not None else three
     order = names_of_arguments(op, cls, arguments, qkv is not None)
+    if norm is not None and len(set(order[:3])) > 1:
+        raise ValueError(f"{op}: norm must be None where queries, keys and values are {order[:3]}, got {norm!r}")
     layers = tuple(map(str, projections.values()))
     declared = DeclaredAttention(
-        layers, out, heads, kv_heads, order, causal, scale, dropout, out_dropout, mask, mask_axis, weights
+        layers, out, norm, heads, kv_heads, order, causal, scale, dropout, out_dropout, mask, mask_axis, weights
     )
     taken = declaration.Arguments(cls, tuple(name for name in order if name is not None))
     unknown = taken.required()
@@ -126,14 +131,14 @@ def declare_attention(
             return NotImplemented
         inputs: list[Any]
         *inputs, given = (None if name is None else call.get(name) for name in order)
-        if not declared.takes(inputs):
+        if not declared.takes(inputs, given):
             return NotImplemented
         result, maps = declared.run(self, inputs, given, options(self).backend)
         return (result, maps) if weights else result
 
     named = declaration.names(
         op,
-        {**projections, "out": out, "out_dropout": out_dropout},
+        {**projections, "out": out, "norm": norm, "out_dropout": out_dropout},
         {"heads": heads, "kv_heads": kv_heads, "scale": scale, "dropout": dropout},
     )
 
@@ -152,6 +157,7 @@ def declare_feed_forward(
     activation: str = "relu",
     dropout: str | None = None,
     out_dropout: str | None = None,
+    norm: str | None = None,
     gate: str | None = None,
     channels_first: bool = False,
 ) -> Recipe:
@@ -166,6 +172,7 @@ def declare_feed_forward(
         activation: "relu" | "gelu" | "gelu_tanh" | "silu".
         dropout: name of the nn.Dropout after the activation, or None.
         out_dropout: name of the nn.Dropout after ``second``, or None.
+        norm: name of the child that x goes through first, or None.
         gate: name of the nn.Linear without bias whose product multiplies the activation, or None.
         channels_first: whether the forward takes and gives (B, E, T), as convolutions do, instead of (B, T, E).
 
@@ -174,10 +181,12 @@ def declare_feed_forward(
 
     Raises:
         TypeError: ``cls`` is no module class.
-        ValueError: ``activation`` is unknown.
+        ValueError: ``activation`` is unknown, or ``norm`` is given with ``channels_first``.
     """
     declaration.module_class("declare_feed_forward", cls)
     _check.choice("declare_feed_forward", "activation", activation, ("relu", "gelu", "gelu_tanh", "silu"))
+    if norm is not None and channels_first:
+        raise ValueError(f"declare_feed_forward: norm must be None where channels_first=True, got {norm!r}")
 
     @_of_one(cls)
     def run(self: Any, x: Tensor) -> Any:
@@ -186,18 +195,19 @@ def declare_feed_forward(
         if not all(map(_pointwise, layers)) or (gated is not None and gated.bias is not None):
             return NotImplemented
         told: dict[str, Any] = {"dropout_p": declaration.probability(self, dropout), "backend": options(self).backend}
+        x = x if norm is None else guard.child(self, norm)(x)
         y = block.feed_forward(x.mT if channels_first else x, layers[0], layers[1], activation, gated, **told)
         y = y.mT.contiguous() if channels_first else y
         return y if out_dropout is None else guard.child(self, out_dropout)(y)
 
     children = {"first": first, "second": second, "gate": gate, "dropout": dropout}
     covers = tuple(name for name in children.values() if name is not None)
-    named = declaration.names("declare_feed_forward", {**children, "out_dropout": out_dropout})
+    named = declaration.names("declare_feed_forward", {**children, "out_dropout": out_dropout, "norm": norm})
 
     def check(module: nn.Module) -> None:
         named(module)
         if _pointwise(guard.child(module, first)) and _pointwise(guard.child(module, second)):
-            parts, drops = (first, second, gate), (dropout, out_dropout)
+            parts, drops = (first, second, gate, norm), (dropout, out_dropout)
             declared_numbers.require_feed_forward(cls, module, parts, activation, channels_first, drops)
 
     return register_recipe(from_forward(declaration.class_name(cls), cls, run, "feed-forward", covers, check))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from .. import patching
 from ..patching import frozen, swap
 from . import modules, nearby, padding, precision, steps
+from .copying import copied
 from .repeated import call_repeatedly
 from .repeated import compare as compare_repeated
 from .report import ProofReport as ProofReport
@@ -103,14 +103,14 @@ def prove_patched(
     call = Call.of(inputs).to(dtype)
 
     progress("copying")
-    stock = copy.deepcopy(model)
+    stock = copied(model)
     patching.unpatch(stock)
     stock = stock if dtype is None else stock.to(dtype)
     exact = precision.exact(stock)
     if patch is None and patching.settings(model):
-        patched = copy.deepcopy(model) if dtype is None else copy.deepcopy(model).to(dtype)
+        patched = copied(model) if dtype is None else copied(model).to(dtype)
     else:
-        patched = copy.deepcopy(stock)
+        patched = copied(stock)
         (patch or patching.patch)(patched)
     names = modules.replaced(stock, patched)
     report = ProofReport(type(model).__name__, str(own)[6:], float(limit), model.training, names)

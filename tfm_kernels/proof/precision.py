@@ -9,7 +9,6 @@ in its own dtype (rule C2 of the numeric contract).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..nn import Int8Linear
+from .copying import copied
 
 _aten = torch.ops.aten
 _DRAWS = (_aten.rand, _aten.randn)  # give other numbers in another dtype
@@ -72,7 +72,7 @@ def exact(model: nn.Module) -> nn.Module:
     the last bit of an input may decide, is a small part of it. transformers' mixtures of experts run one expert after
     another: the grouped product that it chooses for them knows no float64.
     """
-    wide = copy.deepcopy(model).double()
+    wide = copied(model).double()
     for module in wide.modules():
         if isinstance(module, Int8Linear):
             module.dynamic = False
