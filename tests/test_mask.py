@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy
 import pytest
 import torch
 
@@ -87,6 +88,12 @@ BAD = [
     (lambda: Mask.hide(torch.ones(2, 3, 4, dtype=torch.bool)), ValueError, r"write \(B, 1, Tq, Tk\)"),
     (lambda: Mask.causal() & True, TypeError, "unsupported operand"),
 ]
+
+
+def test_limits_may_be_numbers_of_numpy():
+    limits = numpy.int64(2), numpy.int32(1)
+    band = Mask.window(*limits).band(5, 7)
+    assert band == Mask.window(2, 1).band(5, 7) and all(type(limit) is int for limit in band)
 
 
 @pytest.mark.parametrize("call, error, message", BAD)

@@ -15,10 +15,12 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def tensor(op: str, name: str, value: object, *, optional: bool = False) -> None:
-    """Refuses anything but a tensor (or None where ``optional``)."""
+    """Refuses anything but a tensor that has a shape (or None where ``optional``)."""
     if not (isinstance(value, Tensor) or (optional and value is None)):
         wanted = "a tensor or None" if optional else "a tensor"
         raise TypeError(f"{op}: {name} must be {wanted}, got {type(value).__name__}")
+    if value is not None and value.is_nested:
+        raise ValueError(f"{op}: {name} must be a padded tensor, got a nested one")
 
 
 def floating(op: str, **tensors: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -92,12 +93,13 @@ class Mask:
             ValueError: a limit is negative, or ``align`` is unknown.
         """
         for name, limit in (("left", left), ("right", right)):
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Integral)):
                 raise TypeError(f"Mask.window: {name} must be an int or None, got {type(limit).__name__}")
             if limit is not None and limit < 0:
                 raise ValueError(f"Mask.window: {name} must be >= 0 or None for unbounded, got {limit}")
         band = Band(
-            -UNBOUNDED if left is None else -min(left, UNBOUNDED), UNBOUNDED if right is None else min(right, UNBOUNDED)
+            -UNBOUNDED if left is None else -min(int(left), UNBOUNDED),
+            UNBOUNDED if right is None else min(int(right), UNBOUNDED),
         )
         return _band(band, align, "Mask.window")
 
