@@ -97,7 +97,7 @@ def probability(owner: nn.Module, name: str | None) -> float:
     """The probability with which the nn.Dropout, or the float, of this name now drops; an nn.Identity never does."""
     if name is None:
         return 0.0
-    held = getattr(owner, name) if "." not in name else guard.child(owner, name)
+    held = guard.attribute(owner, name)
     if isinstance(held, nn.Module):
         return 0.0 if isinstance(held, nn.Identity) else block.dropout_p(held)
     return held if owner.training else 0.0
@@ -105,5 +105,5 @@ def probability(owner: nn.Module, name: str | None) -> float:
 
 def number(owner: nn.Module, held: str | float | None) -> Any:
     """A number that is declared as such, or by the name of the attribute that holds it, dotted where it lies deeper."""
-    value = guard.child(owner, held) if isinstance(held, str) else held
+    value = guard.attribute(owner, held) if isinstance(held, str) else held
     return value.item() if isinstance(value, Tensor) else value

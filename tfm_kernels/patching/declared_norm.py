@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.layer_norm import layer_norm_of_sum
+from . import guard
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ class DeclaredNorm:
 
     def parameters(self, norm: Any) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias of a module."""
-        weight, bias = (None if name is None else getattr(norm, name) for name in (self.weight, self.bias))
+        weight, bias = (None if name is None else guard.attribute(norm, name) for name in (self.weight, self.bias))
         return weight, bias
 
     def epsilons(self, norm: Any) -> tuple[float | None, float]:
         """eps and eps_outside of a module; an eps of None is torch's of RMSNorm, which depends on the dtype."""
-        eps, outside = (getattr(norm, held) if isinstance(held, str) else held for held in (self.eps, self.eps_outside))
+        eps, outside = (
+            guard.attribute(norm, held) if isinstance(held, str) else held for held in (self.eps, self.eps_outside)
+        )
         return eps if eps is None else float(eps), float(outside)
 
     def takes(self, norm: Any, *given: Tensor) -> bool:

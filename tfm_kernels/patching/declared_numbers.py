@@ -115,7 +115,9 @@ def require_dropouts(
 
     What is ``inside`` of the layers is theirs to apply. The declared ones drop nothing, and in turn everything.
     """
-    held = {name: guard.child(module, name) for name in drops if name is not None}
+    held = {name: guard.attribute(module, name) for name in drops if name is not None}
+    if any(not isinstance(each, nn.Module) and name not in module.__dict__ for name, each in held.items()):
+        return  # a property, or a number that a config holds: not the module's to change
     training = [inner for inner in module.modules() if inner not in inside]
     for chosen in (None, *held):
         with in_training(module, training):

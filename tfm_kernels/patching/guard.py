@@ -108,13 +108,26 @@ def require_child(op: str, argument: str, owner: nn.Module, path: str) -> None:
 
 
 def require_attribute(op: str, argument: str, owner: nn.Module, path: str) -> None:
-    """Refuses a declared name of an attribute that is not there; dotted it names a child."""
-    if "." in path:
-        require_child(op, argument, owner, path)
-    elif not hasattr(owner, path):
-        own = [name for name in owner.__dict__ if not name.startswith("_") and name != "training"]
-        held = [*own, *owner._parameters, *owner._buffers, *owner._modules]
-        _refuse(op, f"{argument} must name an attribute", owner, path, "", held)
+    """Refuses a declared name, dotted where it lies deeper, of an attribute that is not there."""
+    held: Any = owner
+    for i, name in enumerate(names := path.split(".")):
+        if not hasattr(held, name):
+            _refuse(op, f"{argument} must name an attribute", owner, path, ".".join(names[:i]), _attributes(held))
+        held = getattr(held, name)
+
+
+def attribute(owner: Any, path: str) -> Any:
+    """The attribute at a dotted path, of a module or of what it holds, such as its config."""
+    for name in path.split("."):
+        owner = getattr(owner, name)
+    return owner
+
+
+def _attributes(owner: Any) -> list[str]:
+    own = [name for name in getattr(owner, "__dict__", ()) if not name.startswith("_") and name != "training"]
+    if isinstance(owner, nn.Module):
+        own += [*owner._parameters, *owner._buffers, *owner._modules]
+    return own
 
 
 def _refuse(op: str, wanted: str, owner: nn.Module, path: str, place: str, held: Iterable[str]) -> None:

@@ -68,7 +68,7 @@ def declare_attention(
             and timm's ``qkv`` do.
         out: name of the child that projects the result, or None.
         norm: name of the child that the input goes through first, as in vit-pytorch, or None.
-        heads: name of the attribute that holds the number of heads, or the number.
+        heads: name of the attribute that holds the number of heads ("config.n_head"), or the number.
         kv_heads: the same of the keys and values, where they have fewer heads (grouped queries); None: as many.
         causal: whether the forward itself hides from a query the keys behind it.
         scale: name of the attribute that holds the factor of the scores, or the number; None: 1 / sqrt(D).
