@@ -228,6 +228,23 @@ def test_a_wrong_declaration_is_refused_by_patch(case, dtype):
     assert tfk.unpatch(model) == 0 and module.__dict__ == before
 
 
+def test_a_mask_of_numbers_is_tried_where_bool_is_refused():
+    class Subtracting(MultiHeadAttention):
+        def forward(self, x, mask=None):
+            mask = None if mask is None else ((1 - mask) * -1e9 == 0)[:, None, None, :]
+            return super().forward(x, x, x, mask)
+
+    torch.manual_seed(0)
+    model = nn.ModuleList([Subtracting(WIDTH, HEADS)])
+    for meaning, says in (("hide", "those of mask='keep'"), ("keep", None)):
+        tfk.patching.declare_attention(Subtracting, **SEPARATE, mask=meaning, mask_axis="keys")
+        if says:
+            with pytest.raises(ValueError, match=f"with a mask: {says}"):
+                tfk.patch(model)
+    x, mask = rows(3, 7, WIDTH), (torch.arange(7) < torch.tensor([4, 7, 2])[:, None]).long()
+    assert_same_results(model, lambda m: m[0](x.to(m[0].w_q.weight), mask))
+
+
 def test_what_cannot_be_tried_is_believed():
     tfk.patching.declare_attention(CausalSelfAttention, **wrong(NANO, heads=2))
     hooked, other = CausalSelfAttention(), CausalSelfAttention()

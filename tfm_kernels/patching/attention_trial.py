@@ -110,7 +110,7 @@ class _Trial:
         return "other numbers" if any(differ(*pair) for pair in zip(got, wanted, strict=False)) else None
 
     def masks(self, declared: DeclaredAttention) -> list[Any]:
-        """Masks as the declaration describes them, in every number of axes; a query always sees its own key."""
+        """Masks as the declaration describes them, of all axes and dtypes; a query always sees its own key."""
         device, size = self.inputs[0].device, (self.heads if declared.mask_axis == "heads" else _ROWS)
         place = torch.arange(_LENGTH, device=device)
         every = torch.arange(size, device=device)[:, None, None]
@@ -121,12 +121,13 @@ class _Trial:
             found = [keep[:, None], keep[0]]
         else:
             found = [keep]
-        return [self._as_taken(each, declared.mask) for each in found]
+        return [mask for each in found for mask in self._as_taken(each, declared.mask)]
 
-    def _as_taken(self, keep: Tensor, meaning: str) -> Tensor:
+    def _as_taken(self, keep: Tensor, meaning: str) -> tuple[Tensor, ...]:
         if meaning == "add":
-            return torch.zeros(keep.shape, device=keep.device).masked_fill(~keep, -1e4).to(self.inputs[0].dtype)
-        return ~keep if meaning == "hide" else keep
+            return (torch.zeros(keep.shape, device=keep.device).masked_fill(~keep, -1e4).to(self.inputs[0].dtype),)
+        shown = ~keep if meaning == "hide" else keep
+        return (shown,) if meaning == "sdpa" else (shown, shown.long())
 
     def _hint(self, declared: DeclaredAttention, when: str) -> str:
         """The declaration's argument that is wrong, where it is one of those that can be guessed."""
