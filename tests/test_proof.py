@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfm_kernels as tfk
-from tfm_kernels.proof import copying, prove_patched
+from tfm_kernels.patching import copying
+from tfm_kernels.proof import prove_patched
 
 DTYPES = [torch.float32, torch.bfloat16]
 

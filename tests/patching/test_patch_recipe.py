@@ -232,7 +232,7 @@ def test_bad_declarations():
             MultiHeadAttention, query="w_q", key="w_k", value="w_v", out="w_o", heads=4, mask_axis="rows"
         )
     for names in ({"query": "w_q"}, {"query": "w_q", "key": "w_k", "value": "w_v", "qkv": "w_q"}, {}):
-        wanted = f"query, key and value must name one child each, or qkv one for all, got {names}"
+        wanted = f"query, key and value must name a child each, or query and kv, or qkv alone, got {names}"
         with pytest.raises(ValueError, match=f"declare_attention: {re.escape(wanted)}$"):
             tfk.patching.declare_attention(MultiHeadAttention, **names, out="w_o", heads=4)
     for arguments in (("q", "k", None, "mask"), ("q", "k", "v"), ("q", "k", "v", "mask")):

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import patching
 from .._backend import use_backend
-from ..proof.copying import copied
+from ..patching.copying import copied
 from ..proof.runs import Call, buffers_kept
 
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)

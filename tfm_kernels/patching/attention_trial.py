@@ -6,6 +6,7 @@ What cannot be tried is believed: other layers than nn.Linear, hooked ones, and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,104 +16,133 @@ from torch import Tensor, nn
 from . import guard
 from .declaration import number
 from .declared_attention import AXES, MASKS, DeclaredAttention
-from .declared_numbers import attempt, differ, in_training, require_dropouts
+from .specimen import attempt, differ, require_dropouts, specimen
 
 _OP = "declare_attention"
 _ROWS = 2
 _LENGTH = 5
+_LONG = 70  # beyond a window of 64
 
 
 def require_attention(cls: type[nn.Module], module: nn.Module, declared: DeclaredAttention) -> None:
     """Raises where the forward of ``cls`` is not what is declared: without a mask, with one, and in training."""
-    layers = [guard.child(module, name) for name in declared.projections]
-    if not all(isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter for layer in layers):
+    copy = specimen(module, wide=True)
+    if copy is None:
         return
-    around = (declared.norm, declared.out)
-    called = [*layers, *(guard.child(module, name) for name in around if name is not None)]
-    if any(map(guard.hooked, called)) or any(p.is_meta for p in module.parameters()):
+    layers = [guard.child(copy, name) for name in declared.projections]
+    around = [guard.child(copy, name) for name in (declared.norm, declared.out) if name is not None]
+    if not all(isinstance(layer, nn.Linear) and layer.weight.is_floating_point() for layer in layers):
         return
-    if not all(layer.weight.is_floating_point() for layer in layers):
+    if any("forward" in layer.__dict__ for layer in (*layers, *around)):
         return
-    if declared.kv_heads is None and len({layer.out_features for layer in layers[:2]}) > 1:
+    if declared.kv_heads is None and len(layers) == 3 and layers[0].out_features != layers[1].out_features:
         raise ValueError(
             f"{_OP}: kv_heads must say how many heads the keys have where {declared.projections[0]} gives "
             f"{layers[0].out_features} features and {declared.projections[1]} {layers[1].out_features}, got None"
         )
-    trial = _Trial(cls, module, layers, declared)
-    with in_training(module, []):
-        trial.require(declared, [None], "without a mask")
-        if declared.arguments[3] is not None:
-            trial.require(declared, trial.masks(declared), "with a mask")
-    inside = [inner for layer in called for inner in layer.modules()]
+    trial = _Trial(cls, copy, layers, declared, _LENGTH)
+    trial.require(declared, [None], _ALONE)
+    _Trial(cls, copy, layers, declared, _LONG).require(declared, [None], _ALONE)
+    if declared.arguments[3] is not None:
+        trial.require_masks(declared)
+    inside = [inner for layer in (*layers, *around) for inner in layer.modules()]
     drops = (declared.dropout, declared.out_dropout)
-    forward, written = lambda: trial.forward(None)[0], lambda: trial.written(declared, None)[0]
-    require_dropouts(_OP, cls, module, drops, inside, forward, written)
+    last = None if declared.out is None else guard.child(copy, declared.out)
+    forward, written = lambda: _parts(trial.forward(None))[0], lambda: trial.written(declared, None)[0]
+    require_dropouts(_OP, cls, copy, drops, inside, last, forward, written)
+
+
+_ALONE, _MASKED = "without a mask", "with a mask"
 
 
 class _Trial:
     """Calls of one module's forward on the same few rows, and what declarations say of them."""
 
-    def __init__(self, cls: type[nn.Module], module: Any, layers: list[nn.Linear], declared: DeclaredAttention) -> None:
-        self.cls, self.module = cls, module
-        self.heads = number(module, declared.heads)
+    def __init__(
+        self, cls: type[nn.Module], copy: Any, layers: list[nn.Linear], declared: DeclaredAttention, length: int
+    ) -> None:
+        self.cls, self.copy, self.length = cls, copy, length
+        self.heads = number(copy, declared.heads)
         *names, self.last = declared.arguments
-        generator, weight = torch.Generator().manual_seed(0), layers[0].weight
+        generator, weight = torch.Generator("cpu").manual_seed(0), layers[0].weight
         self.named: dict[str, Any] = {}
-        for name, layer in zip(names, layers if len(layers) == 3 else layers * 3, strict=True):
-            rows = torch.randn(_ROWS, _LENGTH, layer.in_features, generator=generator)
-            self.named[name] = (3 * rows).to(weight.device, weight.dtype)
+        for name, layer in zip(names, (layers + layers[-1:] * 2)[:3], strict=True):
+            rows = torch.randn(_ROWS, length, layer.in_features, generator=generator, device="cpu")
+            self.named[name] = (2 * rows).to(weight.device, weight.dtype)
         self.inputs = [self.named[name] for name in names]
 
-    def forward(self, mask: Tensor | None) -> tuple[Any, ...]:
-        """What the forward gives, a tuple also where that is one tensor."""
+    def forward(self, mask: Tensor | None) -> Any:
+        """What the forward gives."""
         given = self.named if self.last is None else {**self.named, self.last: mask}
-        return _parts(self.cls.forward(self.module, **given))
+        return self.cls.forward(self.copy, **given)
 
     def written(self, declared: DeclaredAttention, mask: Any) -> tuple[Any, ...]:
         """What it is to give."""
-        return declared.run(self.module, self.inputs, mask, "reference")
+        return declared.run(self.copy, self.inputs, mask, "reference")
 
-    def require(self, declared: DeclaredAttention, masks: list[Any], when: str) -> None:
-        """Raises where the forward gives other numbers, under all ``masks`` that it takes."""
-        reason = None
+    def require(self, declared: DeclaredAttention, masks: list[Any], when: str) -> bool:
+        """Raises where the forward gives other numbers under one of ``masks``; whether it takes any of them."""
+        taken = False
         for mask, got in self._taken(masks):
-            self._require_parts(declared, got)
+            taken = True
+            self._require_form(declared.weights, got)
             reason = self._why_not(declared, mask, got)
-            if reason is None:
-                return
-        if reason is not None:
+            if reason is not None:
+                raise ValueError(
+                    f"{_OP}: {self.cls.__name__}.forward must give {declared.formula()}, got {reason} {when}: "
+                    f"{self._hint(declared, when)}"
+                )
+        return taken
+
+    def require_masks(self, declared: DeclaredAttention) -> None:
+        """Raises where the forward does not read masks as declared: in any number of axes, but in every dtype."""
+        failed = None
+        for masks in self.masks(declared):
+            try:
+                if self.require(declared, masks, _MASKED):
+                    return
+            except ValueError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+        hint = self._guess_of_mask(declared)  # it takes no mask of this kind
+        if hint is not None:
             raise ValueError(
-                f"{_OP}: {self.cls.__name__}.forward must give {declared.formula()}, got {reason} {when}: "
-                f"{self._hint(declared, when)}"
+                f"{_OP}: {self.cls.__name__}.forward must take a mask of mask={declared.mask!r} and "
+                f"mask_axis={declared.mask_axis!r}, got an error: it takes {hint}"
             )
 
-    def _taken(self, masks: list[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def _taken(self, masks: list[Any]) -> Iterator[tuple[Any, Any]]:
         """The masks that the forward takes, each with what it gives."""
         for mask in masks:
-            got, refused = attempt(self.module, lambda mask=mask: self.forward(mask))  # type: ignore[misc]
-            if refused is None and isinstance(got[0], Tensor) and bool(got[0].isfinite().all()):
+            got, refused = attempt(self.copy, lambda mask=mask: self.forward(mask))  # type: ignore[misc]
+            first = None if refused is not None else _parts(got)[0]
+            if isinstance(first, Tensor) and bool(first.isfinite().all()):
                 yield mask, got
 
-    def _require_parts(self, declared: DeclaredAttention, got: tuple[Any, ...]) -> None:
-        if len(got) == 1 + declared.weights and isinstance(got[-1], Tensor):
-            return
-        wanted = "(result, weights)" if declared.weights else "the result alone"
-        held = "the result alone" if len(got) == 1 else f"{len(got)} values"
-        raise ValueError(
-            f"{_OP}: {self.cls.__name__}.forward must give {wanted} where weights={declared.weights}, got {held}"
-        )
+    def _require_form(self, weights: bool, got: Any) -> None:
+        parts = _parts(got)
+        if isinstance(got, Tensor) != weights and (not weights or (type(got) is tuple and len(parts) == 2)):
+            if isinstance(parts[-1], Tensor):
+                return
+        wanted = "a tuple (result, weights)" if weights else "the result alone"
+        held = "the result alone" if isinstance(got, Tensor) else f"a {type(got).__name__} of {len(parts)}"
+        raise ValueError(f"{_OP}: {self.cls.__name__}.forward must give {wanted} where weights={weights}, got {held}")
 
-    def _why_not(self, declared: DeclaredAttention, mask: Any, got: tuple[Any, ...]) -> str | None:
+    def _why_not(self, declared: DeclaredAttention, mask: Any, got: Any) -> str | None:
         """None where the forward gave what is declared, else part of a sentence."""
-        wanted, wrong = attempt(self.module, lambda: self.written(declared, mask))
+        parts = _parts(got)
+        wanted, wrong = attempt(self.copy, lambda: self.written(declared, mask))
         if wrong is not None:
             return f"shapes that give none ({wrong})"
-        return "other numbers" if any(differ(*pair) for pair in zip(got, wanted, strict=False)) else None
+        if parts[0].dtype != wanted[0].dtype:
+            return f"another dtype, {parts[0].dtype},"
+        return "other numbers" if any(differ(*pair) for pair in zip(parts, wanted, strict=False)) else None
 
-    def masks(self, declared: DeclaredAttention) -> list[Any]:
-        """Masks as the declaration describes them, of all axes and dtypes; a query always sees its own key."""
+    def masks(self, declared: DeclaredAttention) -> list[list[Any]]:
+        """Masks as the declaration describes them, for each number of axes in all dtypes; queries see their own key."""
         device, size = self.inputs[0].device, (self.heads if declared.mask_axis == "heads" else _ROWS)
-        place = torch.arange(_LENGTH, device=device)
+        place = torch.arange(self.length, device=device)
         every = torch.arange(size, device=device)[:, None, None]
         keep = ((2 * place[:, None] + place + every) % 3 != 0) | (place[:, None] == place)
         if declared.mask_axis == "keys":
@@ -121,29 +151,45 @@ class _Trial:
             found = [keep[:, None], keep[0]]
         else:
             found = [keep]
-        return [mask for each in found for mask in self._as_taken(each, declared.mask)]
+        return [self._in_dtypes(each, declared.mask) for each in found]
 
-    def _as_taken(self, keep: Tensor, meaning: str) -> tuple[Tensor, ...]:
-        if meaning == "add":
-            return (torch.zeros(keep.shape, device=keep.device).masked_fill(~keep, -1e4).to(self.inputs[0].dtype),)
+    def _in_dtypes(self, keep: Tensor, meaning: str) -> list[Any]:
+        dtype = self.inputs[0].dtype
+        added = torch.linspace(-2, 2, keep.numel(), device=keep.device).view(keep.shape).to(dtype)
+        added = added.masked_fill(~keep, -1e4)
+        if meaning in ("add", "sdpa"):
+            return [added, keep]
         shown = ~keep if meaning == "hide" else keep
-        return (shown,) if meaning == "sdpa" else (shown, shown.long())
+        return [shown, shown.long(), shown.to(dtype)]
 
     def _hint(self, declared: DeclaredAttention, when: str) -> str:
         """The declaration's argument that is wrong, where it is one of those that can be guessed."""
-        if when == "without a mask":
-            guesses: list[dict[str, Any]] = [{"causal": not declared.causal}]
+        if when == _ALONE:
+            other = dataclasses.replace(declared, causal=not number(self.copy, declared.causal))
+            if any(self._why_not(other, None, got) is None for _, got in self._taken([None])):
+                return f"those of causal={other.causal}"
         else:
-            axes = dict.fromkeys((declared.mask_axis, None, *AXES))
-            guesses = [{"mask_axis": axis, "mask": mask} for axis in axes for mask in MASKS]
-        for guess in guesses:
-            other = dataclasses.replace(declared, **guess)
-            masks = [None] if when == "without a mask" else self.masks(other)
-            if any(self._why_not(other, mask, got) is None for mask, got in self._taken(masks)):
-                new = {name: value for name, value in guess.items() if value != getattr(declared, name)}
-                return f"those of {', '.join(f'{name}={value!r}' for name, value in new.items())}"
+            guess = self._guess_of_mask(declared)
+            if guess is not None:
+                return f"those of {guess}"
         return "heads, kv_heads, causal, scale and the order of arguments and projections say which"
+
+    def _guess_of_mask(self, declared: DeclaredAttention) -> str | None:
+        for axis in dict.fromkeys((declared.mask_axis, None, *AXES)):
+            for mask in MASKS:
+                other = dataclasses.replace(declared, mask_axis=axis, mask=mask)
+                if other == declared or not any(map(functools.partial(self._agree, other), self.masks(other))):
+                    continue
+                changes = {"mask_axis": axis} if axis != declared.mask_axis else {}
+                changes |= {"mask": mask} if mask != declared.mask else {}
+                return ", ".join(f"{name}={value!r}" for name, value in changes.items())
+        return None
+
+    def _agree(self, declared: DeclaredAttention, masks: list[Any]) -> bool:
+        """Whether the forward takes some of the masks, and gives what is declared under all that it takes."""
+        reasons = [self._why_not(declared, mask, got) for mask, got in self._taken(masks)]
+        return bool(reasons) and not any(reasons)
 
 
 def _parts(result: Any) -> tuple[Any, ...]:
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    return tuple(result) or (None,) if isinstance(result, (tuple, list)) else (result,)

@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import block, guard
+from .swap import original_class
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -93,17 +95,33 @@ def _same(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, (bool, int, float, str)) and value == default)
 
 
+def is_dropout(held: Any) -> bool:
+    """Whether it is what ``probability`` reads: an nn.Dropout, an nn.Identity or None in its place, or a number."""
+    return held is None or isinstance(held, (int, float)) or original_class(held) in (nn.Dropout, nn.Identity)
+
+
+def has_dropout(owner: nn.Module, name: str | None) -> bool:
+    """Whether the attribute of this name is one that ``probability`` reads."""
+    return name is None or is_dropout(guard.attribute(owner, name))
+
+
 def probability(owner: nn.Module, name: str | None) -> float:
-    """The probability with which the nn.Dropout, or the float, of this name now drops; an nn.Identity never does."""
-    if name is None:
-        return 0.0
-    held = guard.attribute(owner, name)
+    """The probability with which the dropout of this name now drops."""
+    held = None if name is None else guard.attribute(owner, name)
     if isinstance(held, nn.Module):
         return 0.0 if isinstance(held, nn.Identity) else block.dropout_p(held)
-    return held if owner.training else 0.0
+    return held if held is not None and owner.training else 0.0
 
 
-def number(owner: nn.Module, held: str | float | None) -> Any:
-    """A number that is declared as such, or by the name of the attribute that holds it, dotted where it lies deeper."""
-    value = guard.attribute(owner, held) if isinstance(held, str) else held
-    return value.item() if isinstance(value, Tensor) else value
+def dropped(owner: nn.Module, name: str | None, x: Tensor) -> Tensor:
+    """``x`` through the dropout of this name: called where it is a module."""
+    held = None if name is None else guard.attribute(owner, name)
+    if isinstance(held, nn.Module):
+        return held(x)
+    p = probability(owner, name)
+    return F.dropout(x, p) if p else x
+
+
+def number(owner: nn.Module, held: Any) -> Any:
+    """A number, or a tensor, that is declared as such or by the name of the attribute that holds it."""
+    return guard.attribute(owner, held) if isinstance(held, str) else held

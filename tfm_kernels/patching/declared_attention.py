@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..mask import Mask
 from . import block, guard
-from .declaration import is_switch, number, parameters, probability
+from .declaration import dropped, has_dropout, is_switch, number, parameters, probability
 
 MASKS = ("keep", "hide", "add", "sdpa")
 AXES = ("batch", "heads", "keys")
@@ -22,16 +22,16 @@ class DeclaredAttention:
     """The names of a class' parts and of its forward's arguments, and what it makes of them.
 
     Attributes:
-        projections: names of the children that project queries, keys and values; or of the one that projects all.
+        projections: names of the children that project queries, keys and values; queries, and keys and values; or all.
         out: name of the child that projects the result, or None.
         norm: name of the child that the one input goes through first, or None.
         heads: number of heads, or name of the attribute that holds it.
         kv_heads: the same of the keys and values; None: as many.
         arguments: names of the forward's arguments for queries, keys, values and the mask, or None for the mask.
-        causal: whether a query sees no key behind it.
-        scale: factor of the scores, or name of the attribute that holds it; None: 1 / sqrt(D).
+        causal: whether a query sees no key behind it, or name of the attribute that tells.
+        scale: factor of the scores, or name of the attribute that holds it, which may be a tensor; None: 1 / sqrt(D).
         dropout: name of what drops weights, or None.
-        out_dropout: name of the child that drops elements of the result, or None.
+        out_dropout: name of what drops elements of the result, or None.
         mask: one of MASKS.
         mask_axis: one of AXES, or None.
         weights: whether the forward gives the weights too.
@@ -43,7 +43,7 @@ class DeclaredAttention:
     heads: str | int
     kv_heads: str | int | None
     arguments: tuple[str, str, str, str | None]
-    causal: bool = False
+    causal: bool | str = False
     scale: str | float | None = None
     dropout: str | None = None
     out_dropout: str | None = None
@@ -56,13 +56,17 @@ class DeclaredAttention:
         inner = "softmax(scale q k^T) v" + (" of a causal mask" if self.causal else "")
         return f"{inner}, the heads side by side" if self.out is None else f"{self.out}(the heads of {inner})"
 
-    def takes(self, inputs: Sequence[Any], mask: Any) -> bool:
+    def takes(self, module: Any, inputs: Sequence[Any], mask: Any) -> bool:
         """Whether these are what the declaration speaks of: (B, T, E), and as many queries as keys under ``causal``."""
-        if not all(isinstance(t, Tensor) and t.dim() == 3 for t in inputs) or not isinstance(
-            mask, (Tensor, type(None))
-        ):
+        if not all(isinstance(t, Tensor) and not t.is_nested and t.dim() == 3 for t in inputs):
             return False
-        return not self.causal or inputs[0].shape[1] == inputs[1].shape[1]
+        if not (mask is None or isinstance(mask, Tensor)):
+            return False
+        if mask is not None and mask.dim() == 3 and self.mask_axis == "keys":
+            return False
+        if not all(has_dropout(module, name) for name in (self.dropout, self.out_dropout)):
+            return False
+        return not number(module, self.causal) or inputs[0].shape[1] == inputs[1].shape[1]
 
     def run(
         self, module: Any, inputs: Sequence[Tensor], mask: Any, backend: str | None
@@ -71,8 +75,11 @@ class DeclaredAttention:
         if self.norm is not None:
             inputs = [guard.child(module, self.norm)(inputs[0])] * 3
         q, k, v = self._heads(module, inputs)
-        mask, bias = self._masks(mask, q)
-        told: dict[str, Any] = {"bias": bias, "scale": number(module, self.scale), "backend": backend}
+        mask, bias = self._masks(module, mask, q)
+        scale = number(module, self.scale)
+        if isinstance(scale, Tensor):  # which may be trained, and which a graph may not read
+            q, scale = q * scale.to(q.dtype), 1.0
+        told: dict[str, Any] = {"bias": bias, "scale": scale, "backend": backend}
         told["dropout_p"] = probability(module, self.dropout)
         maps = None
         if self.weights:
@@ -80,26 +87,24 @@ class DeclaredAttention:
         else:
             result = block.attend(q, k, v, mask, **told)
         result = block.merge_heads(result)
-        for last in (self.out, self.out_dropout):
-            if last is not None:
-                result = guard.child(module, last)(result)
-        return result, maps
+        result = result if self.out is None else guard.child(module, self.out)(result)
+        return dropped(module, self.out_dropout, result), maps
 
     def _heads(self, module: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
         heads = number(module, self.heads)
         others = heads if self.kv_heads is None else number(module, self.kv_heads)
         layers = [guard.child(module, name) for name in self.projections]
-        if len(layers) == 1:
-            projected = layers[0](inputs[0])
-            width = projected.shape[-1] // (heads + 2 * others)
-            parts = projected.split([heads * width, others * width, others * width], dim=-1)
-        else:
-            parts = tuple(layer(t) for layer, t in zip(layers, inputs, strict=True))
-        return [block.split_heads(t, count) for t, count in zip(parts, (heads, others, others), strict=True)]
+        counts = (heads, others, others)
+        projected = [layer(t) for layer, t in zip(layers, inputs, strict=False)]
+        packed = counts[len(layers) - 1 :]  # what the last of them gives side by side
+        width = projected[-1].shape[-1] // sum(packed)
+        if len(packed) > 1:
+            projected[-1:] = projected[-1].split([count * width for count in packed], dim=-1)
+        return [block.split_heads(t, count) for t, count in zip(projected, counts, strict=True)]
 
-    def _masks(self, given: Any, query: Tensor) -> tuple[Mask | None, Tensor | None]:
+    def _masks(self, module: Any, given: Any, query: Tensor) -> tuple[Mask | None, Tensor | None]:
         """The mask of a call, and what is added to the scores, as ops.attention takes them."""
-        band = Mask.causal() if self.causal else None
+        band = Mask.causal() if number(module, self.causal) else None
         if given is None:
             return band, None
         given = self._four_axes(given)
@@ -111,12 +116,7 @@ class DeclaredAttention:
     def _four_axes(self, mask: Tensor) -> Tensor:
         """A mask of a call as (B, H, Tq, Tk), axes of 1 among them."""
         axes = mask.dim()
-        if self.mask_axis == "keys":
-            if axes != 2:
-                raise ValueError(
-                    f"declare_attention: mask must be (B, Tk), which is what mask_axis='keys' says, got "
-                    f"{tuple(mask.shape)}"
-                )
+        if axes == 2 and self.mask_axis == "keys":
             return mask[:, None, None]
         if axes == 3 and self.mask_axis == "batch":
             return mask.unsqueeze(1)
@@ -128,19 +128,36 @@ class DeclaredAttention:
         return mask.view(*[1] * (4 - axes), *mask.shape)
 
 
-def names_of_arguments(op: str, cls: type[nn.Module], given: Any, one: bool) -> tuple[str, str, str, str | None]:
-    """A forward's arguments for queries, keys, values and the mask; ``one`` has them all projected from the first."""
+def names_of_arguments(op: str, cls: type[nn.Module], given: Any, projections: int) -> tuple[str, str, str, str | None]:
+    """A forward's arguments for queries, keys, values and the mask, by which its ``projections`` are fed."""
     names = parameters(cls)
     if given is None:
-        inputs = 1 if one or len(names) < 3 else 3
-        last = names[inputs] if len(names) > inputs and not is_switch(cls, names[inputs]) else None
-        given = (*names[:inputs], last)
+        given = _guessed(op, cls, names, projections)
     if len(given) == 2:
         given = (given[0], given[0], given[0], given[1])
-    if len(given) != 4 or None in given[:3] or (one and len(set(given[:3])) > 1):
-        wanted = "(input, mask)" if one else "(input, mask) or (queries, keys, values, mask)"
-        raise ValueError(f"{op}: arguments must be names {wanted}, got {given}")
+    if len(given) != 4 or None in given[:3] or len(set(given[projections - 1 : 3])) > 1:
+        wanted = ("", "", "(queries, context, context, mask)", "(queries, keys, values, mask)")[projections]
+        raise ValueError(
+            f"{op}: arguments must be names {' or '.join(filter(None, ('(input, mask)', wanted)))}, got {given}"
+        )
     for name in given:
         if name is not None and name not in names:
             raise ValueError(f"{op}: {cls.__name__}.forward must have an argument {name!r}, got {names}")
     return given
+
+
+def _guessed(op: str, cls: type[nn.Module], names: tuple[str, ...], projections: int) -> tuple[Any, ...]:
+    """The inputs are what comes before the mask, which is called so; or the first ones, and the mask is next."""
+    mask = next((name for name in names if "mask" in name), None)
+    if mask is not None:
+        inputs = names[: names.index(mask)]
+        if len(inputs) not in (1, projections):
+            raise ValueError(
+                f"{op}: arguments must say which of {names} {cls.__name__}.forward projects to queries, keys and "
+                "values, got None"
+            )
+    else:
+        inputs = names[: projections if len(names) >= projections else 1]
+        rest = names[len(inputs) :]
+        mask = rest[0] if rest and not is_switch(cls, rest[0]) else None
+    return (*inputs, inputs[1], mask) if len(inputs) == 2 else (*inputs, mask)

@@ -59,9 +59,9 @@ class DeclaredNorm:
         return eps if eps is None else float(eps), float(outside)
 
     def takes(self, norm: Any, *given: Tensor) -> bool:
-        """Whether the parameters have the dtype of a sum of ``given``: then any such forward's result has it, too."""
+        """Whether the parameters are rows of the dtype of a sum of ``given``: then the forward's result has it, too."""
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
-        return all(p is None or p.dtype == dtype for p in self.parameters(norm))
+        return all(p is None or (p.dtype == dtype and p.shape == given[0].shape[-1:]) for p in self.parameters(norm))
 
     def run(self, norm: Any, x: Tensor, backend: str | None) -> Tensor:
         """The norm of ``x``."""

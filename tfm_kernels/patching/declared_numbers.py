@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn.ffn import ACTIVATIONS
 from . import guard
-from .declaration import probability
+from .declaration import dropped, probability
 from .declared_norm import DeclaredNorm
+from .specimen import attempt, differ, require_dropouts, specimen, tried
 
 _WIDE = (torch.float32, torch.float64)
+_WIDTH = 16  # of rows for norms without parameters
 
 
 def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: DeclaredNorm) -> None:
     """Raises where the forward of ``cls`` is not the norm that ``op`` declared."""
-    x = _rows_of(module, norm)
+    copy = specimen(module)
+    x = None if copy is None else _rows_of(copy, norm)
     if x is None:
         return
-    got = tried(module, lambda: cls.forward(module, x))
-    wide = tuple(None if p is None else p.double() for p in norm.parameters(module))
-    exactly = lambda: norm.of(x.double(), wide, norm.epsilons(module), "reference")  # noqa: E731
-    if differ(got, tried(module, exactly)):
+    got = tried(copy, lambda: cls.forward(copy, x))
+    wide = tuple(None if p is None else p.double() for p in norm.parameters(copy))
+    exactly = lambda: norm.of(x.double(), wide, norm.epsilons(copy), "reference")  # noqa: E731
+    wanted = tried(copy, exactly)
+    if got is not None and got.dtype != x.dtype:
+        raise ValueError(f"{op}: {cls.__name__}.forward must give its input's {x.dtype}, got {got.dtype}")
+    if differ(got, wanted):
         says = "eps_outside says" if norm.rms else "unbiased says which variance, eps_outside"
         raise ValueError(
             f"{op}: {cls.__name__}.forward must give {norm.formula()}, got other numbers: {says} what is added to the "
@@ -34,28 +37,30 @@ def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: Declare
         )
 
 
-def require_post_norm(cls: type[nn.Module], module: nn.Module, norm: str, known: DeclaredNorm) -> None:
-    """Raises where a forward (x, sublayer) of ``cls`` is not norm(x + sublayer(x)), seen by a sublayer that gives 0."""
-    inner = guard.child(module, norm)
-    if guard.hooked(inner):
+def require_post_norm(
+    cls: type[nn.Module], module: nn.Module, names: tuple[str, str | None, str | None], known: DeclaredNorm
+) -> None:
+    """Raises where a forward of ``cls`` is not norm(x + dropout(sublayer(x))), sublayer an argument or a child."""
+    norm, dropout, sublayer = names
+    if guard.hooked(guard.child(module, norm)):
         return
-    x = _rows_of(inner, known)
+    copy = specimen(module)
+    x = None if copy is None else _rows_of(guard.child(copy, norm), known)
     if x is None:
         return
-    wanted = tried(module, lambda: inner(x))
-    got = tried(module, lambda: cls.forward(module, x, torch.zeros_like))
-    if differ(got, wanted):
+    inner = guard.child(copy, norm)
+    called = [inner] if sublayer is None else [inner, guard.child(copy, sublayer)]
+    layer: Any = (lambda t: 0.3 + 0.7 * t.flip(-1)) if sublayer is None else called[1]
+    given = (x, layer) if sublayer is None else (x,)
+    forward = lambda: cls.forward(copy, *given)  # noqa: E731
+    written = lambda: inner(x + dropped(copy, dropout, layer(x)))  # noqa: E731
+    if differ(tried(copy, forward), tried(copy, written)):
         raise ValueError(
             f"declare_residual: {cls.__name__}.forward must give {norm}(x + dropout(sublayer(x))), got other numbers: "
             "a pre-norm wrapper, x + dropout(sublayer(norm(x))), needs no declaration"
         )
-
-
-def _rows_of(module: nn.Module, norm: DeclaredNorm) -> Tensor | None:
-    """Rows for a norm: in float32 and float64 the second is so small that what is added to it counts as it does."""
-    weight, bias = norm.parameters(module)
-    eps, outside = norm.epsilons(module)
-    return _rows(weight if weight is not None else bias, max(outside, (eps or 0.0) ** 0.5))
+    inside = [part for each in called for part in each.modules()]
+    require_dropouts("declare_residual", cls, copy, (dropout,), inside, None, forward, written)
 
 
 def require_feed_forward(
@@ -64,15 +69,15 @@ def require_feed_forward(
     names: tuple[str, str, str | None, str | None],
     activation: str,
     channels_first: bool,
-    drops: tuple[str | None, ...],
+    drops: tuple[str | None, str | None],
 ) -> None:
     """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for these dropouts."""
-    layers: list[Any] = [None if name is None else guard.child(module, name) for name in names]
+    copy = specimen(module, wide=True)
+    layers: list[Any] = [None if name is None or copy is None else guard.child(copy, name) for name in names]
     first, second, gate, norm = layers
-    if any(guard.hooked(layer) for layer in layers if layer):
+    if copy is None or any("forward" in layer.__dict__ for layer in layers if layer) or first.weight.numel() == 0:
         return
-    weight = first.weight
-    x = _rows(weight.detach().flatten(1)[0] if type(weight) is nn.Parameter and weight.numel() > 0 else None)
+    x = _rows(first.weight.flatten(1)[0])
     if x is None:
         return
     x = 3 * x
@@ -82,114 +87,43 @@ def require_feed_forward(
 
     def written() -> Tensor:
         rows = x if norm is None else norm(x)
-        hidden = ACTIVATIONS[activation](rows_by(first, rows))
-        hidden = hidden if gate is None else hidden * rows_by(gate, rows)
-        y = rows_by(second, F.dropout(hidden, probability(module, drops[0])))
-        return F.dropout(y, probability(module, drops[1]))
+        halves = rows_by(first, rows).chunk(2 if gate is first else 1, dim=-1)
+        hidden = ACTIVATIONS[activation](halves[0])
+        if gate is not None:
+            hidden = hidden * (halves[1] if gate is first else rows_by(gate, rows))
+        hidden = nn.functional.dropout(hidden, probability(copy, drops[0]))
+        return dropped(copy, drops[1], rows_by(second, hidden))
 
     def forward() -> Tensor:
-        return cls.forward(module, x.mT).mT if channels_first else cls.forward(module, x)
+        return cls.forward(copy, x.mT).mT if channels_first else cls.forward(copy, x)
 
-    with in_training(module, []):
-        wanted, got = tried(module, written), tried(module, forward)
-    if differ(got, wanted):
+    got = tried(copy, forward)
+    wanted, wrong = attempt(copy, written)
+    if got is not None and (wrong is not None or differ(got, wanted)):
         inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
+        inner = inner if gate is not first else f"{activation}(a) * b, a and b = {names[0]}(x).chunk(2, -1)"
+        numbers = "other numbers" if wrong is None else f"shapes that give none ({wrong})"
         raise ValueError(
-            f"declare_feed_forward: {cls.__name__}.forward must give {names[1]}({inner}), got other numbers: "
+            f"declare_feed_forward: {cls.__name__}.forward must give {names[1]}({inner}), got {numbers}: "
             f"activation names one of {', '.join(ACTIVATIONS)}"
         )
-    inside = [inner for layer in layers if layer for inner in layer.modules()]
-    require_dropouts("declare_feed_forward", cls, module, drops, inside, forward, written)
+    inside = [inner for layer in layers if layer is not None for inner in layer.modules()]
+    require_dropouts("declare_feed_forward", cls, copy, drops, inside, second, forward, written)
 
 
-def require_dropouts(
-    op: str,
-    cls: type[nn.Module],
-    module: nn.Module,
-    drops: tuple[str | None, ...],
-    inside: list[nn.Module],
-    forward: Callable[[], Any],
-    written: Callable[[], Any],
-) -> None:
-    """Raises where ``forward`` in training does not drop what ``written`` does, by each of ``drops`` and no other.
-
-    What is ``inside`` of the layers is theirs to apply. The declared ones drop nothing, and in turn everything.
-    """
-    held = {name: guard.attribute(module, name) for name in drops if name is not None}
-    if any(not isinstance(each, nn.Module) and name not in module.__dict__ for name, each in held.items()):
-        return  # a property, or a number that a config holds: not the module's to change
-    training = [inner for inner in module.modules() if inner not in inside]
-    for chosen in (None, *held):
-        with in_training(module, training):
-            for name, each in held.items():
-                if not isinstance(each, nn.Module):
-                    setattr(module, name, float(name == chosen))
-                elif not isinstance(each, nn.Identity):
-                    each.p = float(name == chosen)  # type: ignore[assignment]
-            if not differ(tried(module, forward), tried(module, written)):
-                continue
-        if chosen is None:
-            names = " and ".join(map(repr, held)) or "no dropout"
-            what = f"elements by {names} alone, as declared, got some dropped elsewhere"
-        else:
-            what = f"by {chosen!r} what is declared, got others dropped"
-        raise ValueError(f"{op}: {cls.__name__}.forward in training must drop {what}")
-
-
-@contextmanager
-def in_training(module: nn.Module, some: list[nn.Module]) -> Iterator[None]:
-    """Has ``some`` of the modules inside of one train, and the others not; puts back what forwards meanwhile change."""
-    before = {inner: (dict(inner.__dict__), dict(inner._buffers)) for inner in module.modules()}
-    values = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
-    try:
-        for inner in before:
-            inner.training = inner in some
-        yield
-    finally:
-        for inner, (attributes, buffers) in before.items():
-            inner.__dict__.clear()
-            inner.__dict__.update(attributes)
-            inner._buffers.clear()
-            inner._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, value in values:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+def _rows_of(copy: nn.Module, norm: DeclaredNorm) -> Tensor | None:
+    """Rows for a norm: in float32 and float64 the second is so small that what is added to it counts as it does."""
+    weight, bias = norm.parameters(copy)
+    eps, outside = norm.epsilons(copy)
+    like = weight if weight is not None else bias
+    return _rows(torch.ones(_WIDTH, device="cpu") if like is None else like, max(outside, (eps or 0.0) ** 0.5))
 
 
 def _rows(like: Any, small: float = 1.0) -> Tensor | None:
     """Two rows for a module with this parameter: of ordinary size, and (but for 16 bits) ``small`` times that."""
-    if type(like) not in (Tensor, nn.Parameter) or like.is_meta or not like.is_floating_point():
+    if not like.is_floating_point() or like.dim() != 1 or like.numel() < 2:
         return None
-    if like.dim() != 1 or like.numel() < 2:
-        return None
-    row = torch.linspace(-1.7, 1.7, like.numel(), dtype=torch.float64)
-    row = torch.where(torch.arange(like.numel()) % 2 == 0, row, -row)
+    row = torch.linspace(-1.7, 1.7, like.numel(), dtype=torch.float64, device="cpu")
+    row = torch.where(torch.arange(like.numel(), device="cpu") % 2 == 0, row, -row)
     small = small if like.dtype in _WIDE and small else 1.0
-    return torch.stack([row, row * small])[None].to(like)
-
-
-def attempt(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a forward gives, or why it does not, leaving random numbers as they were."""
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            return run(), None
-    except Exception as error:  # a forward may want anything
-        return None, error
-
-
-def tried(module: nn.Module, run: Callable[[], Any]) -> Tensor | None:
-    """What a forward gives; None where it gives no tensor, or refuses."""
-    got, _ = attempt(module, run)
-    return got if isinstance(got, Tensor) and bool(got.isfinite().all()) else None
-
-
-def differ(got: Tensor | None, wanted: Tensor | None) -> bool:
-    """Whether two trials gave other numbers; not where either gave none."""
-    if got is None or wanted is None:
-        return False
-    if got.shape != wanted.shape:
-        return True
-    size = float(wanted.double().abs().max().clamp(min=1e-30))
-    return float((got.double() - wanted.double()).abs().max()) > (1e-4 if got.dtype in _WIDE else 5e-2) * size
+    return torch.stack([row, row * small])[None].to(like.detach())

@@ -80,6 +80,20 @@ def why_not_left_alone(owner: nn.Module, path: str) -> str | None:
     return _watched(path, module) if hooked(module) else _strange(path, module)
 
 
+def why_not_unwatched(owner: nn.Module, reached: tuple[str, ...], place: str = "") -> str | None:
+    """None where no descendant has hooks but those at ``reached`` (dotted paths) and below, else part of a sentence."""
+    for name, inner in owner._modules.items():
+        path = place + name
+        if inner is None or path in reached:
+            continue
+        if hooked(inner):
+            return _watched(path, inner)
+        reason = why_not_unwatched(inner, reached, f"{path}.") if inner._modules else None
+        if reason is not None:
+            return reason
+    return None
+
+
 def spans_rows(module: nn.Module) -> bool:
     """Whether it is a norm of torch.nn over more than the last dimension, which is all that the fused code knows."""
     return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) > 1

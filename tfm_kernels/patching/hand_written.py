@@ -38,11 +38,12 @@ def declare_attention(
     key: str | None = None,
     value: str | None = None,
     qkv: str | None = None,
+    kv: str | None = None,
     out: str | None,
     norm: str | None = None,
     heads: str | int,
     kv_heads: str | int | None = None,
-    causal: bool = False,
+    causal: bool | str = False,
     scale: str | float | None = None,
     dropout: str | None = None,
     out_dropout: str | None = None,
@@ -66,24 +67,28 @@ def declare_attention(
         value: name of the child that projects values.
         qkv: instead of these three, name of the child that projects all of them, in this order, as nanoGPT's ``c_attn``
             and timm's ``qkv`` do.
+        kv: instead of ``key`` and ``value``, name of the child that projects both, as lucidrains' ``to_kv`` does.
         out: name of the child that projects the result, or None.
         norm: name of the child that the input goes through first, as in vit-pytorch, or None.
         heads: name of the attribute that holds the number of heads ("config.n_head"), or the number.
         kv_heads: the same of the keys and values, where they have fewer heads (grouped queries); None: as many.
-        causal: whether the forward itself hides from a query the keys behind it.
-        scale: name of the attribute that holds the factor of the scores, or the number; None: 1 / sqrt(D).
+        causal: whether the forward itself hides from a query the keys behind it, or name of the attribute that tells.
+        scale: name of the attribute that holds the factor of the scores, or the number; None: 1 / sqrt(D). A tensor,
+            which may be trained, multiplies the queries.
         dropout: name of the nn.Dropout (or of a float) that acts on the weights, or None.
-        out_dropout: name of the nn.Dropout that acts on what ``out`` gives, or None.
+        out_dropout: the same of what acts on what ``out`` gives, or None.
         arguments: names of the forward's arguments that hold queries, keys, values and the mask, or input and mask
-            where all are projected from one; by default its first four, or its first two where there are but two or
-            ``qkv`` is given, without the last where that has a default such as False. ("x", None): no mask.
+            where all are projected from one. ("x", None): no mask. By default the mask is what is called so, and the
+            inputs come before it; or they are the first three (one where there are fewer, or ``qkv`` is given) and the
+            mask is next, unless that has a default such as False.
         mask: "keep": positions where the mask is 0 are hidden; "hide": where it is not 0; "add": added to the scores;
             "sdpa": as F.scaled_dot_product_attention takes it, bool as "keep" and any other as "add". It broadcasts to
             (B, H, Tq, Tk) as in torch.
         mask_axis: what the first axis of a mask with three is: "batch" where the forward puts the heads in by
             ``mask.unsqueeze(1)``, as in The Annotated Transformer; "heads" where it lets the mask broadcast. "keys":
-            a mask is (B, Tk). None: a mask with three axes is refused unless the first has size 1.
-        weights: whether the forward returns (result, weights).
+            a mask of two axes is (B, Tk), one of three is left to the forward. None: a mask with three axes is refused
+            unless the first has size 1.
+        weights: whether the forward returns (result, weights); dropout acts on those that are returned, too.
 
     Returns:
         The recipe, registered.
@@ -105,15 +110,16 @@ def declare_attention(
     _check.choice(op, "mask", mask, MASKS)
     if mask_axis is not None:
         _check.choice(op, "mask_axis", mask_axis, AXES)
-    three = {"query": query, "key": key, "value": value}
-    if len([name for name in three.values() if name is not None]) != (3 if qkv is None else 0):
-        given = {name: child for name, child in {**three, "qkv": qkv}.items() if child is not None}
-        raise ValueError(f"{op}: query, key and value must name one child each, or qkv one for all, got {given}")
-    projections = {"qkv": qkv} if qkv is not None else three
-    order = names_of_arguments(op, cls, arguments, qkv is not None)
+    all_named = {"query": query, "key": key, "value": value, "qkv": qkv, "kv": kv}
+    projections = {name: child for name, child in all_named.items() if child is not None}
+    if tuple(projections) not in (("query", "key", "value"), ("query", "kv"), ("qkv",)):
+        raise ValueError(
+            f"{op}: query, key and value must name a child each, or query and kv, or qkv alone, got {projections}"
+        )
+    order = names_of_arguments(op, cls, arguments, len(projections))
     if norm is not None and len(set(order[:3])) > 1:
         raise ValueError(f"{op}: norm must be None where queries, keys and values are {order[:3]}, got {norm!r}")
-    layers = tuple(map(str, projections.values()))
+    layers = tuple(projections.values())
     declared = DeclaredAttention(
         layers, out, norm, heads, kv_heads, order, causal, scale, dropout, out_dropout, mask, mask_axis, weights
     )
@@ -131,22 +137,31 @@ def declare_attention(
             return NotImplemented
         inputs: list[Any]
         *inputs, given = (None if name is None else call.get(name) for name in order)
-        if not declared.takes(inputs, given):
+        if not declared.takes(self, inputs, given):
             return NotImplemented
         result, maps = declared.run(self, inputs, given, options(self).backend)
         return (result, maps) if weights else result
 
     named = declaration.names(
         op,
-        {**projections, "out": out, "norm": norm, "out_dropout": out_dropout},
-        {"heads": heads, "kv_heads": kv_heads, "scale": scale, "dropout": dropout},
+        {**projections, "out": out, "norm": norm},
+        {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "causal": causal,
+            "scale": scale,
+            "dropout": dropout,
+            "out_dropout": out_dropout,
+        },
     )
 
     def check(module: nn.Module) -> None:
         named(module)
         require_attention(cls, module, declared)
 
-    return register_recipe(from_forward(declaration.class_name(cls), cls, run, "fused attention", check=check))
+    calls = tuple(name for name in (*layers, norm, out, out_dropout) if name is not None)
+    what = "fused attention"
+    return register_recipe(from_forward(declaration.class_name(cls), cls, run, what, check=check, calls=calls))
 
 
 def declare_feed_forward(
@@ -170,10 +185,11 @@ def declare_feed_forward(
         first: name of the first nn.Linear, or nn.Conv1d of width 1.
         second: name of the second one.
         activation: "relu" | "gelu" | "gelu_tanh" | "silu".
-        dropout: name of the nn.Dropout after the activation, or None.
-        out_dropout: name of the nn.Dropout after ``second``, or None.
+        dropout: name of the nn.Dropout (or of a float) after the activation, or None.
+        out_dropout: the same after ``second``, or None.
         norm: name of the child that x goes through first, or None.
-        gate: name of the nn.Linear without bias whose product multiplies the activation, or None.
+        gate: name of the nn.Linear without bias whose product multiplies the activation, or None. That of ``first``
+            again: its second half multiplies the activation of its first.
         channels_first: whether the forward takes and gives (B, E, T), as convolutions do, instead of (B, T, E).
 
     Returns:
@@ -192,25 +208,29 @@ def declare_feed_forward(
     def run(self: Any, x: Tensor) -> Any:
         layers: list[Any] = [guard.child(self, name) for name in (first, second)]
         gated = None if gate is None else guard.child(self, gate)
-        if not all(map(_pointwise, layers)) or (gated is not None and gated.bias is not None):
+        if not all(map(_pointwise, layers)) or (gated not in (None, layers[0]) and gated.bias is not None):
+            return NotImplemented
+        if not all(declaration.has_dropout(self, name) for name in (dropout, out_dropout)):
             return NotImplemented
         told: dict[str, Any] = {"dropout_p": declaration.probability(self, dropout), "backend": options(self).backend}
         x = x if norm is None else guard.child(self, norm)(x)
         y = block.feed_forward(x.mT if channels_first else x, layers[0], layers[1], activation, gated, **told)
-        y = y.mT.contiguous() if channels_first else y
-        return y if out_dropout is None else guard.child(self, out_dropout)(y)
+        return declaration.dropped(self, out_dropout, y.mT.contiguous() if channels_first else y)
 
-    children = {"first": first, "second": second, "gate": gate, "dropout": dropout}
-    covers = tuple(name for name in children.values() if name is not None)
-    named = declaration.names("declare_feed_forward", {**children, "out_dropout": out_dropout, "norm": norm})
+    children, drops = {"first": first, "second": second, "gate": gate}, {"dropout": dropout, "out_dropout": out_dropout}
+    covers = tuple(dict.fromkeys(name for name in children.values() if name is not None))
+    calls = tuple(name for name in (norm, out_dropout) if name is not None)
+    named = declaration.names("declare_feed_forward", {**children, "norm": norm}, drops)
 
     def check(module: nn.Module) -> None:
         named(module)
         if _pointwise(guard.child(module, first)) and _pointwise(guard.child(module, second)):
-            parts, drops = (first, second, gate, norm), (dropout, out_dropout)
-            declared_numbers.require_feed_forward(cls, module, parts, activation, channels_first, drops)
+            parts = (first, second, gate, norm)
+            declared_numbers.require_feed_forward(
+                cls, module, parts, activation, channels_first, (dropout, out_dropout)
+            )
 
-    return register_recipe(from_forward(declaration.class_name(cls), cls, run, "feed-forward", covers, check))
+    return register_recipe(from_forward(declaration.class_name(cls), cls, run, "feed-forward", covers, check, calls))
 
 
 def declare_layer_norm(
@@ -287,6 +307,10 @@ def _declare_norm(op: str, cls: type[nn.Module], norm: DeclaredNorm) -> Recipe:
 
     def check(module: nn.Module) -> None:
         named(module)
+        for argument, name in (("eps", norm.eps), ("eps_outside", norm.eps_outside)):
+            held = guard.attribute(module, name) if isinstance(name, str) else None
+            if isinstance(held, Tensor) and held.requires_grad:
+                raise ValueError(f"{op}: {argument} must name a number, got {name!r}, which is trained")
         declared_numbers.require_norm(op, cls, module, norm)
 
     _norms[cls] = norm
@@ -299,8 +323,8 @@ def declare_residual(
 ) -> Recipe:
     """Declare that a class is the residual wrapper of post-norm models: norm(x + dropout(sublayer(x, ...))).
 
-    A pre-norm wrapper, x + dropout(sublayer(norm(x))), has nothing to fuse beyond its norm. ``patch`` refuses one where
-    the sublayer is an argument; where it is a child, ``tfk.prove`` tells.
+    A pre-norm wrapper, x + dropout(sublayer(norm(x))), has nothing to fuse beyond its norm. ``patch`` tries both on a
+    few rows and refuses other numbers; a sublayer that is a child and takes more than x is believed.
 
     Args:
         cls: the class, matched exactly. Its forward takes x first.
@@ -335,6 +359,8 @@ def declare_residual(
         if known is None or guard.hooked(inner) or guard.spans_rows(inner):
             return NotImplemented
         y = given[0](x) if sublayer is None else guard.child(self, sublayer)(x, *args, **kwargs)
+        if not isinstance(y, Tensor):
+            return NotImplemented
         if y.shape != x.shape or not known.takes(inner, x, y):  # the sum broadcasts, or fails
             return inner(x + (y if dropout is None else guard.child(self, dropout)(y)))
         return known.run_of_sum(inner, y, x, declaration.probability(self, dropout), options(self).backend)
@@ -345,8 +371,8 @@ def declare_residual(
     def check(module: nn.Module) -> None:
         named(module)
         known = _norms.get(original_class(guard.child(module, norm)))
-        if sublayer is None and known is not None:
-            declared_numbers.require_post_norm(cls, module, norm, known)
+        if known is not None:
+            declared_numbers.require_post_norm(cls, module, (norm, dropout, sublayer), known)
 
     what = "dropout, sum and norm in one pass"
     return register_recipe(from_forward(declaration.class_name(cls), cls, run, what, covers, check))

@@ -135,17 +135,24 @@ def from_forward(
     what: str,
     covers: tuple[str, ...] = (),
     check: Callable[[nn.Module], None] | None = None,
+    calls: tuple[str, ...] | None = None,
 ) -> Recipe:
     """The recipe of one class: ``run`` in place of its forward, which still runs where ``run`` gives NotImplemented.
 
-    ``check(module)`` raises where a module of the class does not have what was declared.
+    ``check(module)`` raises where a module of the class does not have what was declared. ``calls`` names the children
+    that ``run`` calls: the forward runs where one of the others, which it may call, has hooks. None: not looked at.
     """
+    reached = None if calls is None else (*calls, *covers)
+
+    def why_not(module: nn.Module) -> str | None:
+        reason = guard.why_not_stock(module, covers)
+        return guard.why_not_unwatched(module, reached) if reason is None and reached is not None else reason
 
     def fuse(original: Any) -> type:
         class Fused(original):
             @functools.wraps(original.forward)
             def forward(self, *args: Any, **kwargs: Any) -> Any:
-                reason = guard.why_not_stock(self, covers)
+                reason = why_not(self)
                 if reason is None:
                     result = run(self, *args, **kwargs)
                     if result is not NotImplemented:
@@ -161,6 +168,6 @@ def from_forward(
             return False
         if check is not None:
             check(module)
-        return guard.why_not_stock(module, covers) or True
+        return why_not(module) or True
 
     return Recipe(name, recognise, fuse, what, lambda module: [module.get_submodule(path) for path in covers])

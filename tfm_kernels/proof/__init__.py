@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from .. import patching
 from ..patching import frozen, swap
+from ..patching.copying import copied
 from . import modules, nearby, padding, precision, steps
-from .copying import copied
 from .repeated import call_repeatedly
 from .repeated import compare as compare_repeated
 from .report import ProofReport as ProofReport

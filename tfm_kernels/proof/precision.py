@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..nn import Int8Linear
-from .copying import copied
+from ..patching.copying import copied
 
 _aten = torch.ops.aten
 _DRAWS = (_aten.rand, _aten.randn)  # give other numbers in another dtype

@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
     """``copy.deepcopy``, in which functions that modules keep as attributes hold parts of the copy, not of the model.
 
     deepcopy gives the same function again: minGPT's ``self.mlpf = lambda x: m.c_proj(...)`` of a copy would go on
-    running the layers of the original.
+    running the layers of the original. ``made`` holds what stands for objects, by their id, that are not to be copied.
     """
-    made: dict[int, Any] = {}
+    made = {} if made is None else made
     new = copy.deepcopy(model, made)
     originals = (*model.modules(), *model.parameters(), *model.buffers())
     parts = {id(each): made[id(each)] for each in originals if id(each) in made}

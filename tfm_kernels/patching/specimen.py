@@ -1,0 +1,118 @@
+"""Copies of modules on which a declaration is tried, so that nothing of the module itself is called or changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import guard
+from .copying import copied
+from .declaration import is_dropout
+
+_WIDE = (torch.float32, torch.float64)
+
+
+def specimen(module: nn.Module, *, wide: bool = False) -> Any:
+    """A copy that evaluates, without hooks and with other parameters, which nothing hides behind; None: it has none.
+
+    A bias of 0, a factor of 1 or an output layer that begins at 0 would make one forward look like another. A ``wide``
+    one computes in float32 where the module does in 16 bits.
+    """
+    held = (*module.parameters(), *module.buffers())
+    if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta for each in held):
+        return None
+    kept = [value for inner in module.modules() for value in inner.__dict__.values() if isinstance(value, Tensor)]
+    try:
+        copy = copied(module, {id(value): value.detach().clone() for value in kept})  # weights for pictures
+    except Exception:  # a module may refuse to be copied
+        return None
+    generator = torch.Generator("cpu").manual_seed(0)
+    for inner in copy.modules():
+        for hooks in (inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks):
+            hooks.clear()
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
+                rows = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
+                noise = (noise * rows).to(parameter.device, parameter.dtype)
+                parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+    if wide and any(each.dtype in (torch.float16, torch.bfloat16) for each in held):
+        copy.float()
+    return copy.eval()
+
+
+def attempt(copy: nn.Module, run: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a forward gives, or why it does not, leaving random numbers as they were; not compiled."""
+    devices = {parameter.device for parameter in copy.parameters() if parameter.device.type == "cuda"}
+    state = random.getstate()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+            return run(), None
+    except Exception as error:  # a forward may want anything
+        return None, error
+    finally:
+        random.setstate(state)
+
+
+def tried(copy: nn.Module, run: Callable[[], Any]) -> Tensor | None:
+    """What a forward gives; None where it gives no tensor, or refuses."""
+    got, _ = attempt(copy, run)
+    return got if isinstance(got, Tensor) and bool(got.isfinite().all()) else None
+
+
+def differ(got: Tensor | None, wanted: Tensor | None) -> bool:
+    """Whether two trials gave other numbers; not where either gave none."""
+    if got is None or wanted is None:
+        return False
+    if got.shape != wanted.shape:
+        return True
+    size = float(wanted.double().abs().max().clamp(min=1e-30))
+    return float((got.double() - wanted.double()).abs().max()) > (1e-4 if got.dtype in _WIDE else 5e-2) * size
+
+
+def require_dropouts(
+    op: str,
+    cls: type[nn.Module],
+    copy: nn.Module,
+    drops: tuple[str | None, ...],
+    inside: list[nn.Module],
+    last: Any,
+    forward: Callable[[], Any],
+    written: Callable[[], Any],
+) -> None:
+    """Raises where ``forward`` in training does not drop what ``written`` does, by each of ``drops`` and no other.
+
+    What is ``inside`` of the layers is theirs to apply. The declared ones drop nothing, and in turn everything. The
+    layer that comes ``last`` is given a bias, without which nothing that goes in and nothing that comes out look alike.
+    """
+    held = {name: guard.attribute(copy, name) for name in drops if name is not None}
+    held = {name: each for name, each in held.items() if each is not None}
+    if not all(
+        is_dropout(each) and (isinstance(each, nn.Module) or name in copy.__dict__) for name, each in held.items()
+    ):
+        return  # a property, or a number that a config holds: not the module's to change
+    if isinstance(last, nn.Linear) and last.bias is None:
+        last.bias = nn.Parameter(torch.ones_like(last.weight[:, 0]))
+        if differ(tried(copy, forward), tried(copy, written)):  # whose forward is not called
+            last.bias = None
+    for inner in copy.modules():
+        inner.training = inner not in inside
+    for chosen in (None, *held):
+        for name, each in held.items():
+            if not isinstance(each, nn.Module):
+                setattr(copy, name, float(name == chosen))
+            elif not isinstance(each, nn.Identity):
+                each.p = float(name == chosen)  # type: ignore[assignment]
+        if not differ(tried(copy, forward), tried(copy, written)):
+            continue
+        if chosen is None:
+            names = " and ".join(map(repr, held)) or "no dropout"
+            what = f"elements by {names} alone, as declared, got some dropped elsewhere"
+        else:
+            what = f"by {chosen!r} what is declared, got others dropped"
+        raise ValueError(f"{op}: {cls.__name__}.forward in training must drop {what}")
