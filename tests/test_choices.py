@@ -1,11 +1,13 @@
 """A call that was accepted before is neither checked nor chosen for again; no other call may profit from that."""
 
+import sys
+
 import pytest
 import torch
 
 import tfm_kernels as tfk
 from tfm_kernels import _backend, _library
-from tfm_kernels.ops import layer_norm_call
+from tfm_kernels.ops import ffn_call, layer_norm_call
 
 ops = tfk.ops
 PROCESSORS = (_library.XEON, _library.ZEN3, _library.ZEN4)
@@ -234,6 +236,37 @@ def test_ffn_leaves_pytorch_few_rows_without_gradients(nearest, dtype, monkeypat
     takes = lambda rows: "-> cpu" in tfk.explain("ffn", torch.ones(rows, 8, dtype=dtype), *weights)  # noqa: E731
     rows = (1, 2, 3, 4, 16, 17, 20, 21, 512, 9000)
     assert {m for m in rows if not takes(m)} == FFN_INFERENCE_LEFT[nearest, dtype]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_ffn_leaves_pytorch_few_rows_of_weights_that_it_would_copy(gated, training, monkeypatch):
+    """As GPT-2's, which lie (in, out); but not in types that PyTorch emulates."""
+    monkeypatch.setattr(_library, "nearest", _library.ZEN3)
+    monkeypatch.setattr(_library, "bf16_tiles", False)
+
+    def backends(dtype, rows):
+        lying, x = torch.ones(8, 8, dtype=dtype, requires_grad=training), torch.ones(rows, 8, dtype=dtype)
+        turned = [lying.t() if turn else lying for turn in (gated, True, False)]
+        weights = turned[0 if gated else 1], None, turned[2 if gated else 1], None
+        more = {"gate": turned[2]} if gated else {}
+        answers = [tfk.explain("ffn", x, *weights, **more), tfk.explain("ffn", x, lying, None, lying, None, **more)]
+        return ["cpu" if "-> cpu" in answer else "aten" for answer in answers]
+
+    for rows in (1, 255, 256):
+        assert backends(torch.float32, rows) == ["aten" if rows < 256 else "cpu", "cpu"]
+        assert backends(torch.bfloat16, rows) == ["cpu", "cpu"]
+
+
+def test_ffn_remembers_how_weights_lie(monkeypatch):
+    """Calls that are alike but for it, in turn: each is described once, and not taken for the other."""
+    x, w, seen = torch.ones(1, 9), torch.ones(9, 9), []
+    describe = lambda *args, **more: seen.append(args[1]) or ffn_call.describe(*args, **more)
+    monkeypatch.setattr(sys.modules["tfm_kernels.ops.ffn"], "describe", describe)
+    for _ in range(2):
+        for w1 in (w, w.t()):
+            tfk.ops.ffn(x, w1, None, w, None, activation="silu")
+    assert [each.is_contiguous() for each in seen] == [True, False]
 
 
 @pytest.mark.parametrize("nearest", PROCESSORS)

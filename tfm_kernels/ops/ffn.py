@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import _autograd, _backend, _check, _library
 from ..aten import ffn as aten
 from ..reference import ffn as reference
-from .ffn_call import ACTIVATIONS, Call, bucket, describe, prefer
+from .ffn_call import ACTIVATIONS, Call, bucket, describe, is_turned, prefer
 
 COMPILED = ("cpu", "triton", "cuda")
 
@@ -61,6 +61,9 @@ def _stand_in(call: Call) -> _backend.StandIn:
     b1, b2 = (torch.zeros(size, **given) if call.biased else None for size in (call.hidden, call.out))
     options: dict[str, Any] = {"activation": call.activation, "dropout_p": call.dropout_p}
     gate = torch.randn_like(w1).div_(max(call.width, 1) ** 0.5) if call.gated else None
+    if call.turned:
+        w1, w2 = w1.t().contiguous().t(), w2.t().contiguous().t()
+        gate = None if gate is None else gate.t().contiguous().t()
     leaves = [leaf for leaf in (x, w1, b1, w2, b2, gate) if leaf is not None]
     return _backend.StandIn(
         lambda backend: (ffn(x, w1, b1, w2, b2, gate=gate, **options, backend=backend),),
@@ -159,7 +162,8 @@ def ffn(
         >>> ffn(torch.randn(2, 5, 8), w1, torch.zeros(32), w2, None, activation="gelu").shape
         torch.Size([2, 5, 8])
     """
-    key = _library.signature(backend, x, w1, b1, w2, b2, activation, gate, dropout_p, dropout_rows, recompute)
+    turned = is_turned(w1, w2, gate)
+    key = _library.signature(backend, x, w1, b1, w2, b2, activation, gate, dropout_p, dropout_rows, recompute, turned)
     choice = _CHOICES.get(key)
     if choice is None:
         options = {"activation": activation, "gate": gate, "dropout_p": dropout_p, "seed": seed}

@@ -22,11 +22,11 @@ from . import sequential as sequential
 from . import starcoder2 as starcoder2
 from . import torch_encoder as torch_encoder
 from . import torch_nn as torch_nn
-from .hand_written import declare_attention as declare_attention
 from .hand_written import declare_feed_forward as declare_feed_forward
 from .hand_written import declare_layer_norm as declare_layer_norm
 from .hand_written import declare_residual as declare_residual
 from .hand_written import declare_rms_norm as declare_rms_norm
+from .hand_written_attention import declare_attention as declare_attention
 from .model import patch as patch
 from .model import settings as settings
 from .model import unpatch as unpatch
