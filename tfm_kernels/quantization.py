@@ -76,7 +76,12 @@ def quantize(
     Every nn.Linear, also inside attention modules of torch.nn and tfm_kernels.nn, and every Conv1D of transformers
     becomes a ``nn.Int8Linear`` with the nearest weights: integers from -127 to 127 times one step for each output
     feature. Embeddings, norms and biases stay as they are, and no parameter asks for a gradient afterwards. A weight
-    that the output shares with the embedding is kept as it is there, and in 8 bits in the output.
+    that the output shares with the embedding is kept as it is there, and in 8 bits in the output. Parameters that no
+    linear layer holds, as the experts of transformers' mixtures, stay as they are.
+
+    To save and load: ``state_dict()``, and ``load_state_dict`` of a model that was quantized alike. ``from_pretrained``
+    of transformers knows no 8-bit layers and would read the integers as weights, without an error; its
+    ``tie_weights()`` would put the embedding in the place of the output's integers.
 
     Args:
         model: any module that is not itself a linear layer. Quantize first, ``patch`` second: the patched model runs

@@ -49,7 +49,7 @@ def residual(change, says="other numbers: a pre-norm"):
 REFUSED = {
     "sdpa's mask kept": attention(Sdpa, "other numbers with a mask: those of mask='sdpa'"),
     "hidden numbers added": attention(HidesNumbers, "got an error: it takes mask='hide'", mask="add"),
-    "padding": attention(Keys, "must take a mask of mask='keep' and mask_axis=None, got an error: it takes mask_axis='"),
+    "padding": attention(Keys, "must take a mask of mask='keep' and mask_axis=None, got an error: it takes mask_axis="),
     "bias of zero": attention(ZeroBias, "other numbers without a mask"),
     "output of zero": attention(CausalFromZero, "other numbers without a mask: those of causal=True"),
     "window": attention(Window, "other numbers without a mask"),
