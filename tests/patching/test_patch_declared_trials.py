@@ -263,10 +263,36 @@ def test_neither_hooks_nor_state_nor_time_of_the_module_are_used():
     seen = []
     model[0].v.register_forward_hook(lambda *args: seen.append(1))
     before, kept = {name: t.clone() for name, t in model.state_dict().items()}, model[0].map
-    with torch.device("meta"), tfk.patch(model):
-        pass
+    with torch.device("meta"), torch.autocast("cpu"), tfk.patch(model) as report:
+        assert "0" in {entry.name for entry in report.replaced}
     assert not seen and model[0].maps == [1] and model[0].counts == {"n": 1} and model[0].map is kept
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+def test_modules_that_are_alike_are_tried_once():
+    calls = []
+
+    class Counted(Attention):
+        def __init__(self, scale=0.5, causal=False):
+            super().__init__()
+            self.scale = scale
+            self.register_buffer("mask", torch.ones(5, 5).tril() if causal else torch.ones(5, 5))
+
+        def scores(self, x):
+            calls.append(self.scale)
+            scores = self.heads(self.q(x)) @ self.heads(self.k(x)).mT * self.scale
+            return scores if x.shape[1] > 5 else scores.masked_fill(self.mask == 0, float("-inf"))
+
+    torch.manual_seed(0)
+    tfk.patching.declare_attention(Counted, **NAMES, scale="scale", dropout="drop")
+    tfk.patch(nn.Sequential(Counted()))
+    one = len(calls)
+    tfk.patch(nn.Sequential(*(Counted() for _ in range(3))))
+    assert len(calls) == one > 0
+    tfk.patch(nn.Sequential(Counted(0.25)))
+    assert len(calls) == 2 * one
+    with pytest.raises(ValueError, match="got other numbers without a mask: those of causal=True"):
+        tfk.patch(nn.Sequential(Counted(), Counted(causal=True)))
 
 
 def test_a_compiled_forward_is_not_compiled_by_a_trial():

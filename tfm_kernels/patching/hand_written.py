@@ -24,6 +24,7 @@ from .. import _check
 from . import block, declaration, declared_numbers, guard
 from .declared_norm import DeclaredNorm
 from .registry import Recipe, from_forward, register_recipe
+from .specimen import once
 from .swap import options, original_class
 
 _norms = {nn.LayerNorm: DeclaredNorm(), nn.RMSNorm: DeclaredNorm(bias=None, rms=True)}
@@ -87,6 +88,7 @@ def declare_feed_forward(
     calls = tuple(name for name in (norm, out_dropout) if name is not None)
     named = declaration.names("declare_feed_forward", {**children, "norm": norm}, drops)
 
+    @once
     def check(module: nn.Module) -> None:
         named(module)
         if _pointwise(guard.child(module, first)) and _pointwise(guard.child(module, second)):
@@ -170,6 +172,7 @@ def _declare_norm(op: str, cls: type[nn.Module], norm: DeclaredNorm) -> Recipe:
 
     named = declaration.names(op, {}, norm.names())
 
+    @once
     def check(module: nn.Module) -> None:
         named(module)
         for argument, name in (("eps", norm.eps), ("eps_outside", norm.eps_outside)):
@@ -233,6 +236,7 @@ def declare_residual(
     covers = () if dropout is None else (dropout,)
     named = declaration.names("declare_residual", {"norm": norm, "dropout": dropout, "sublayer": sublayer})
 
+    @once
     def check(module: nn.Module) -> None:
         named(module)
         known = _norms.get(original_class(guard.child(module, norm)))

@@ -11,6 +11,7 @@ from . import declaration
 from .attention_trial import require_attention
 from .declared_attention import AXES, MASKS, DeclaredAttention, names_of_arguments
 from .registry import Recipe, from_forward, register_recipe
+from .specimen import once
 from .swap import options
 
 
@@ -141,6 +142,7 @@ def declare_attention(
         },
     )
 
+    @once
     def check(module: nn.Module) -> None:
         named(module)
         require_attention(cls, module, declared)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from .copying import copied
 from .declaration import is_dropout
 
 _WIDE = (torch.float32, torch.float64)
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def specimen(module: nn.Module, *, wide: bool = False) -> Any:
@@ -37,21 +40,58 @@ def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     with torch.no_grad():
         for parameter in copy.parameters():
             if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
-                rows = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
-                noise = (noise * rows).to(parameter.device, parameter.dtype)
+                noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+                reach = 3.46 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.7  # a deviation of 1, of 0.5
+                noise = noise.sub_(0.5).mul_(reach).to(parameter.device, parameter.dtype)
                 parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
     if wide and any(each.dtype in (torch.float16, torch.bfloat16) for each in held):
         copy.float()
     return copy.eval()
 
 
+def once(require: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """``require``, which raises, for the first of modules that are alike: a model has the same block many times."""
+    passed: set[Any] = set()
+
+    def check(module: nn.Module) -> None:
+        likeness = _likeness(module)
+        if likeness not in passed:
+            require(module)
+            passed.add(likeness)
+
+    return check
+
+
+def _likeness(module: nn.Module) -> Any:
+    """What a forward may go by, but for the values of parameters: equal for modules that are alike."""
+    found: list[Any] = []
+    for name, inner in module.named_modules():
+        attributes = ((key, value) for key, value in inner.__dict__.items() if key[0] != "_" and key != "training")
+        plain = ((key, value if isinstance(value, _PLAIN) else id(value)) for key, value in attributes)
+        held = ((key, each, True) for key, each in inner._parameters.items())
+        kept = ((key, each, False) for key, each in inner._buffers.items())
+        tensors = ((key, None if each is None else _describe(each, trained)) for key, each, trained in (*held, *kept))
+        found.append((name, type(inner), type(inner).forward, guard.hooked(inner), *plain, *tensors))
+    return tuple(found)
+
+
+def _describe(tensor: Tensor, trained: bool) -> Any:
+    whole = trained or type(tensor) is not Tensor or tensor.is_meta or tensor.is_complex() or tensor.is_quantized
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, 0.0 if whole else float(tensor.sum())
+
+
 def attempt(copy: nn.Module, run: Callable[[], Any]) -> tuple[Any, Exception | None]:
     """What a forward gives, or why it does not, leaving random numbers as they were; not compiled."""
-    devices = {parameter.device for parameter in copy.parameters() if parameter.device.type == "cuda"}
+    devices = {parameter.device for parameter in copy.parameters()}
     state = random.getstate()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        with ExitStack() as stack:
+            for kind in {device.type for device in devices}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng([device for device in devices if device.type == "cuda"]))
+            if "torch._dynamo" in sys.modules:  # which takes seconds to import; without it nothing is compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             return run(), None
     except Exception as error:  # a forward may want anything
         return None, error
