@@ -186,11 +186,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             if not query.is_nested and query.dim() in (2, 3) and query.shape[-1] == self.embed_dim:
                 return  # the common call, told from the rest in a sixth of the time
         for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if isinstance(tensor, Tensor) and tensor.is_nested:
+                raise ValueError(
+                    f"{_NAME}: query, key and value must be padded tensors with a key_padding_mask, got a nested one"
+                )
             _check.tensor(_NAME, name, tensor)
-        if query.is_nested or key.is_nested or value.is_nested:
-            raise ValueError(
-                f"{_NAME}: query, key and value must be padded tensors with a key_padding_mask, got a nested one"
-            )
         _arguments.features(_NAME, "query", query, self.embed_dim, "embed_dim")
         _arguments.features(_NAME, "key", key, self.kdim, "kdim")
         _arguments.features(_NAME, "value", value, self.vdim, "vdim")

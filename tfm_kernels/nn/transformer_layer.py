@@ -350,9 +350,9 @@ def _checked(op: str, d_model: int, nhead: int, dim_feedforward: int, dropout: f
 
 def _checked_input(op: str, name: str, x: Tensor, attention: nn.Module) -> None:
     width = getattr(attention, "embed_dim", None)
-    _check.tensor(op, name, x)
-    if x.is_nested:
+    if isinstance(x, Tensor) and x.is_nested:
         raise ValueError(f"{op}: {name} must be a padded tensor with a key padding mask, got a nested tensor")
+    _check.tensor(op, name, x)
     if x.dim() not in (2, 3):
         raise ValueError(f"{op}: {name} must be batched, 3-D, or unbatched, 2-D, got shape {tuple(x.shape)}")
     if width is not None:
