@@ -79,9 +79,8 @@ def prefer(call: Call) -> tuple[str, ...]:
         large = _library.certain(call.rows * call.width * call.hidden >= 1 << 33)
         return _backend.on_gpu("triton" if large else "cuda")
     # aten draws dropout in plain torch; a compiled graph must not depend on the number of rows
-    if call.dropout_p == 0.0 and not torch.compiler.is_compiling() and _aten_is_faster(call):
-        return ("aten", "cpu", "reference")
-    if call.dropout_p == 0.0 and torch.compiler.is_compiling() and call.turned and _multiplies_natively(call.dtype):
+    copies = call.turned and _multiplies_natively(call.dtype)
+    if call.dropout_p == 0.0 and (copies if torch.compiler.is_compiling() else _aten_is_faster(call)):
         return ("aten", "cpu", "reference")
     return ("cpu", "aten", "reference")
 

@@ -1,6 +1,7 @@
 """Whether a class computes the attention that its declaration says, tried on a few rows.
 
-What cannot be tried is believed: other layers than nn.Linear, hooked ones, and forwards that refuse such rows.
+What cannot be tried is believed: other layers than nn.Linear, ones with a forward of their own, forwards that refuse
+such rows.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
     if copy is None:
         return
     layers = [guard.child(copy, name) for name in declared.projections]
-    around = [guard.child(copy, name) for name in (declared.norm, declared.out) if name is not None]
+    norm, out = (None if name is None else guard.child(copy, name) for name in (declared.norm, declared.out))
+    called = [layer for layer in (*layers, norm, out) if layer is not None]
     if not all(isinstance(layer, nn.Linear) and layer.weight.is_floating_point() for layer in layers):
         return
-    if any("forward" in layer.__dict__ for layer in (*layers, *around)):
+    if any("forward" in layer.__dict__ for layer in called):
         return
     if declared.kv_heads is None and len(layers) == 3 and layers[0].out_features != layers[1].out_features:
         raise ValueError(
@@ -45,11 +47,10 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
     _Trial(cls, copy, layers, declared, _LONG).require(declared, [None], _ALONE)
     if declared.arguments[3] is not None:
         trial.require_masks(declared)
-    inside = [inner for layer in (*layers, *around) for inner in layer.modules()]
+    inside = [inner for layer in called for inner in layer.modules()]
     drops = (declared.dropout, declared.out_dropout)
-    last = None if declared.out is None else guard.child(copy, declared.out)
     forward, written = lambda: _parts(trial.forward(None))[0], lambda: trial.written(declared, None)[0]
-    require_dropouts(_OP, cls, copy, drops, inside, last, forward, written)
+    require_dropouts(_OP, cls, copy, drops, inside, out, forward, written)
 
 
 _ALONE, _MASKED = "without a mask", "with a mask"
