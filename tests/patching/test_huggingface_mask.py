@@ -215,6 +215,18 @@ def test_attention_of_their_own_sees_data(family, side, monkeypatch):
     assert any(map(windowed, masks)) == (family == "gpt_neo")
 
 
+@torch.no_grad()
+def test_gpt_neo_adds_a_mask_of_bool():
+    """As its own code does, to which True is 1."""
+    model, (ids, _) = build("gpt_neo"), padded("none")
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(len(ids), 1, -1, -1)
+    wanted = model(ids, attention_mask=mask, use_cache=False).logits
+    with tfk.patch(model) as report:
+        torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=False).logits, wanted)
+        reasons = {reason for counts in report.fallbacks.values() for reason in counts}
+    assert reasons == {"its own code adds a mask of bool to the scores as numbers"}
+
+
 class Whole(nn.Module):
     """All that a model says, at padding too."""
 

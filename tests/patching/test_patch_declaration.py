@@ -1,5 +1,6 @@
 """What a declaration says of masks, and what it names that is not there."""
 
+import copy
 import math
 import re
 
@@ -274,6 +275,21 @@ def test_a_norm_of_another_dtype_than_its_parameters_gives_that_of_its_forward(r
         found = wrapper.norm(x), wrapper(x, same)
     for got, wanted in zip(found, expected, strict=True):
         assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["std", "rms"])
+def test_a_norm_takes_what_inference_mode_made_with_gradients(recipes, name):
+    """As its own code does, which keeps no x for the backward; PyTorch's norms, and ours, would refuse it."""
+    declare_norms()
+    norm = NORMS[name]()
+    patched = copy.deepcopy(norm)
+    tfk.patch(patched)
+    with torch.inference_mode():
+        x = torch.randn(3, 16)
+    for each in (norm, patched):
+        each(x).square().sum().backward()
+    for wanted, got in zip(norm.parameters(), patched.parameters(), strict=True):
+        assert torch.equal(got.grad, wanted.grad)
 
 
 class PreNorm(SublayerConnection):

@@ -8,7 +8,9 @@ is reading the weights; the cpu backend reads them once, in the order they lie.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,8 +150,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
     return _run(*_chosen(x, weight, bias, backend), x, weight, bias)
 
 
-def linear_by_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """``linear`` where it runs on a kernel of this package, else None: for callers that know another way as well.
+def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor, Tensor, Any], Tensor] | None:
+    """The kernel of this package that ``linear`` runs on for such tensors, else None: for callers that know other ways.
+
+    It takes tensors of the same signature (``_library.signature``) unchecked.
 
     Raises:
         TypeError, ValueError, BackendError: as ``linear``.
@@ -157,7 +161,7 @@ def linear_by_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     if not _backend.offers("linear"):
         return None
     name, call = _chosen(x, weight, bias, None)
-    return _run(name, call, x, weight, bias) if name in _FWD else None
+    return functools.partial(_run, name, call) if name in _FWD else None
 
 
 def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> tuple[str, Call]:

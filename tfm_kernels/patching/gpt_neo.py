@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._autocast import as_autocast
+from .._check import dtype_name
 from ..mask import Mask
 from . import block, huggingface
 from .huggingface_mask import as_data
@@ -35,6 +36,12 @@ def _masked(attention: Any, given: Any) -> tuple[Mask, Tensor | None]:
     return (own, given) if isinstance(given, Tensor) else (own if given is None else own & given, None)
 
 
+def _why_not(attention: nn.Module, x: Tensor, mask: Any, asked: bool) -> str | None:
+    if isinstance(mask, Tensor) and not mask.is_floating_point():
+        return f"its own code adds a mask of {dtype_name(mask)} to the scores as numbers"
+    return huggingface.why_not_own_attention(asked, x) or _ATTENTION.why_not(attention)
+
+
 def _fuse(original: Any) -> type:
     class Fused(original):
         def forward(
@@ -46,7 +53,7 @@ def _fuse(original: Any) -> type:
             output_attentions: bool = False,
             **kwargs: Any,
         ) -> tuple[Tensor, Any]:
-            reason = huggingface.why_not_own_attention(output_attentions, hidden_states) or _ATTENTION.why_not(self)
+            reason = _why_not(self, hidden_states, attention_mask, output_attentions)
             if fell_back(self, reason):
                 told = (attention_mask, layer_past, use_cache, output_attentions)
                 return super().forward(hidden_states, *told, **kwargs)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from .. import _library
@@ -64,14 +64,18 @@ def why_not_plain(owner: nn.Module, path: str, *classes: type | str) -> str | No
     is not hooked, has ordinary tensors for weights, and, being a norm, is one of the last dimension alone.
     """
     module = child(owner, path)
-    if type(module) not in classes and not any(cls in classes for cls in _STANDS_FOR.get(type(module), ())):
-        cls = original_class(module)
-        if cls not in classes and f"{cls.__module__}.{cls.__qualname__}" not in classes:
-            names = (c.rpartition(".")[2] if isinstance(c, str) else c.__name__ for c in classes)
-            return f"{path} is {type(module).__name__}, not {' or '.join(names)}"
+    cls = original_class(module)
+    if not (cls in classes or type(module) in classes or _stands_for(module, cls, classes)):
+        names = (c.rpartition(".")[2] if isinstance(c, str) else c.__name__ for c in classes)
+        return f"{path} is {type(module).__name__}, not {' or '.join(names)}"
     if spans_rows(module):
         return f"{path} normalises more than the last dimension"
-    return why_not_left_alone(owner, path)
+    return _watched(path, module) if hooked(module) else _strange(path, module)
+
+
+def _stands_for(module: Any, cls: type, classes: tuple[type | str, ...]) -> bool:
+    taken = any(wanted in classes for wanted in _STANDS_FOR.get(type(module), ()))
+    return taken or f"{cls.__module__}.{cls.__qualname__}" in classes
 
 
 def why_not_left_alone(owner: nn.Module, path: str) -> str | None:
@@ -99,11 +103,23 @@ def spans_rows(module: nn.Module) -> bool:
     return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) > 1
 
 
+def why_not_kept(x: Tensor) -> str | None:
+    """None where autograd may keep ``x`` for a backward pass, else part of a sentence for the report.
+
+    Code that computes with x step by step need not keep it, and then takes what inference mode made.
+    """
+    inference = not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.is_inference()
+    return "its input was made under torch.inference_mode, and gradients are on" if inference else None
+
+
 def child(owner: nn.Module, path: str) -> Any:
     """The descendant at a dotted path; faster than get_submodule, and traceable.
 
     A wrapper that was put on the way may hand on what it does not have itself, as peft's do.
     """
+    if "." not in path:
+        inner = owner._modules.get(path)
+        return getattr(owner, path) if inner is None else inner
     module: Any = owner
     for name in path.split("."):
         inner = module._modules.get(name)

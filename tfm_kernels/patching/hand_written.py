@@ -168,7 +168,8 @@ def _declare_norm(op: str, cls: type[nn.Module], norm: DeclaredNorm) -> Recipe:
 
     @_of_one(cls)
     def run(self: Any, x: Tensor) -> Any:
-        return norm.run(self, x, options(self).backend) if norm.takes(self, x) else NotImplemented
+        taken = norm.takes(self, x) and guard.why_not_kept(x) is None
+        return norm.run(self, x, options(self).backend) if taken else NotImplemented
 
     named = declaration.names(op, {}, norm.names())
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from .._autocast import autocast_dtype
-from . import block, source
+from . import block, guard, source
 from .huggingface_parts import register_unary
 from .known import Known
 from .swap import found_class, options
@@ -106,7 +106,7 @@ def is_rms(known: Known, path: str) -> bool:
 
 def _normed(self: Any, x: Tensor) -> Tensor | str:
     kind = _kind(self)
-    reason = kind.why_not(self, x)
+    reason = kind.why_not(self, x) or guard.why_not_kept(x)
     if reason is not None:
         return reason
     weight, bias, eps = kind.parts(self)

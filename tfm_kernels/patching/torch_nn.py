@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import _check
 from .. import nn as fused
-from ..nn._bypass import LINEARS, ordinary
+from ..nn._bypass import LINEARS
 from . import frozen, swap
 from .linear import linear
 from .registry import Recipe, register_recipe
@@ -56,19 +55,9 @@ def _is_linear(module: nn.Module) -> bool | str:
 def _linear(original: Any) -> type:
     class Fused(original):
         def forward(self, input: Tensor) -> Tensor:
-            return linear(input, self) if _is_product(input, self.weight, self.bias) else super().forward(input)
+            return linear(input, self)
 
     return Fused
-
-
-def _is_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call is a product of floats in ordinary tensors; all else, bad calls among it, is PyTorch's.
-
-    F.linear also takes a weight (K,) and any bias that can be added to the product.
-    """
-    if not ordinary(x, weight, bias) or x.dtype not in _check.FLOATING or x.is_nested or weight.dim() != 2:
-        return False
-    return x.dim() > 0 and x.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
 
 
 def _itself(module: nn.Module) -> list[nn.Module]:
