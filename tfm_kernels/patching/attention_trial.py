@@ -1,7 +1,7 @@
 """Whether a class computes the attention that its declaration says, tried on a few rows.
 
-What cannot be tried is believed: other layers than nn.Linear, ones with a forward of their own, forwards that refuse
-such rows.
+What cannot be tried is believed: other layers than nn.Linear, ones with a forward of their own, weights that no copy
+can be made of. A forward that refuses all rows keeps its module as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import guard
 from .declaration import number
 from .declared_attention import AXES, MASKS, DeclaredAttention
-from .specimen import attempt, differ, require_dropouts, specimen
+from .specimen import attempt, differ, require_dropouts, specimen, untried
 
 _OP = "declare_attention"
 _ROWS = 2
@@ -25,32 +25,39 @@ _LENGTH = 5
 _LONG = 70  # beyond a window of 64
 
 
-def require_attention(cls: type[nn.Module], module: nn.Module, declared: DeclaredAttention) -> None:
-    """Raises where the forward of ``cls`` is not what is declared: without a mask, with one, and in training."""
+def require_attention(cls: type[nn.Module], module: nn.Module, declared: DeclaredAttention) -> str | None:
+    """Raises where the forward of ``cls`` is not what is declared: without a mask, with one, and in training.
+
+    Part of a sentence where the forward refuses to be tried.
+    """
     copy = specimen(module, wide=True)
     if copy is None:
-        return
+        return None
     layers = [guard.child(copy, name) for name in declared.projections]
     norm, out = (None if name is None else guard.child(copy, name) for name in (declared.norm, declared.out))
     called = [layer for layer in (*layers, norm, out) if layer is not None]
     if not all(isinstance(layer, nn.Linear) and layer.weight.is_floating_point() for layer in layers):
-        return
+        return None
     if any("forward" in layer.__dict__ for layer in called):
-        return
+        return None
     if declared.kv_heads is None and len(layers) == 3 and layers[0].out_features != layers[1].out_features:
         raise ValueError(
             f"{_OP}: kv_heads must say how many heads the keys have where {declared.projections[0]} gives "
             f"{layers[0].out_features} features and {declared.projections[1]} {layers[1].out_features}, got None"
         )
     trial = _Trial(cls, copy, layers, declared, _LENGTH)
-    trial.require(declared, [None], _ALONE)
-    _Trial(cls, copy, layers, declared, _LONG).require(declared, [None], _ALONE)
+    taken = trial.require(declared, [None], _ALONE)
+    taken |= _Trial(cls, copy, layers, declared, _LONG).require(declared, [None], _ALONE)
     if declared.arguments[3] is not None:
-        trial.require_masks(declared)
+        taken |= trial.require_masks(declared)
+    if not taken:
+        _, refused = attempt(copy, lambda: trial.forward(None))
+        return None if refused is None else untried(refused)
     inside = [inner for layer in called for inner in layer.modules()]
     drops = (declared.dropout, declared.out_dropout)
     forward, written = lambda: _parts(trial.forward(None))[0], lambda: trial.written(declared, None)[0]
     require_dropouts(_OP, cls, copy, drops, inside, out, forward, written)
+    return None
 
 
 _ALONE, _MASKED = "without a mask", "with a mask"
@@ -95,13 +102,16 @@ class _Trial:
                 )
         return taken
 
-    def require_masks(self, declared: DeclaredAttention) -> None:
-        """Raises where the forward does not read masks as declared: in any number of axes, but in every dtype."""
+    def require_masks(self, declared: DeclaredAttention) -> bool:
+        """Raises where the forward does not read masks as declared: in any number of axes, but in every dtype.
+
+        Whether it takes any.
+        """
         failed = None
         for masks in self.masks(declared):
             try:
                 if self.require(declared, masks, _MASKED):
-                    return
+                    return True
             except ValueError as error:
                 failed = error
         if failed is not None:
@@ -112,6 +122,7 @@ class _Trial:
                 f"{_OP}: {self.cls.__name__}.forward must take a mask of mask={declared.mask!r} and "
                 f"mask_axis={declared.mask_axis!r}, got an error: it takes {hint}"
             )
+        return False
 
     def _taken(self, masks: list[Any]) -> Iterator[tuple[Any, Any]]:
         """The masks that the forward takes, each with what it gives."""

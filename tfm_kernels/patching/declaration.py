@@ -105,6 +105,14 @@ def has_dropout(owner: nn.Module, name: str | None) -> bool:
     return name is None or is_dropout(guard.attribute(owner, name))
 
 
+def why_not_dropped(owner: nn.Module, *names: str | None) -> str | None:
+    """None where the attributes of these names are what ``probability`` reads, else part of a sentence."""
+    for name in names:
+        if not has_dropout(owner, name):
+            return f"its {name} is {type(guard.attribute(owner, name)).__name__}, not Dropout"  # type: ignore[arg-type]
+    return None
+
+
 def probability(owner: nn.Module, name: str | None) -> float:
     """The probability with which the dropout of this name now drops."""
     held = None if name is None else guard.attribute(owner, name)

@@ -1,7 +1,11 @@
-"""Whether a class computes what its declaration says, tried on a few rows; what cannot be tried is believed."""
+"""Whether a class computes what its declaration says, tried on a few rows.
+
+Weights that no copy can be made of (on the meta device, sharded), and layers with a forward of their own, are believed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,56 +15,76 @@ from ..nn.ffn import ACTIVATIONS
 from . import guard
 from .declaration import dropped, probability
 from .declared_norm import DeclaredNorm
-from .specimen import attempt, differ, require_dropouts, specimen, tried
+from .specimen import attempt, differ, require_dropouts, result, specimen, tried
 
 _WIDE = (torch.float32, torch.float64)
 _WIDTH = 16  # of rows for norms without parameters
+_SQUARE = 1024  # the longest rows of which there are as many as they are long
+_LEAST = 1e-7  # what is added to a root and smaller is not looked at: some take the larger of both instead
 
 
-def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: DeclaredNorm) -> None:
-    """Raises where the forward of ``cls`` is not the norm that ``op`` declared."""
+def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: DeclaredNorm) -> str | None:
+    """Raises where the forward of ``cls`` is not the norm that ``op`` declared; part of a sentence: it refuses rows."""
     copy = specimen(module)
-    x = None if copy is None else _rows_of(copy, norm)
-    if x is None:
-        return
-    got = tried(copy, lambda: cls.forward(copy, x))
+    rows = None if copy is None else _rows_of(copy, norm)
+    if rows is None:
+        return None
     wide = tuple(None if p is None else p.double() for p in norm.parameters(copy))
-    exactly = lambda: norm.of(x.double(), wide, norm.epsilons(copy), "reference")  # noqa: E731
-    wanted = tried(copy, exactly)
-    if got is not None and got.dtype != x.dtype:
-        raise ValueError(f"{op}: {cls.__name__}.forward must give its input's {x.dtype}, got {got.dtype}")
-    if differ(got, wanted):
+
+    def require(x: Tensor) -> str | None:
+        got, refused = result(op, cls, copy, lambda: cls.forward(copy, x))
+        if got is None:
+            return refused
+        if got.dtype != x.dtype:
+            raise ValueError(f"{op}: {cls.__name__}.forward must give its input's {x.dtype}, got {got.dtype}")
+        wanted, _ = attempt(copy, lambda: norm.of(x.double(), wide, norm.epsilons(copy), "reference"))
+        if not differ(got, wanted):
+            return None
+        what = "other numbers"
+        seen = x.abs().amax(-1) > 0
+        if got.shape == wanted.shape and not differ(got[seen], wanted[seen]):
+            what = "numbers for a row of zeros, which this gives none"
         says = "eps_outside says" if norm.rms else "unbiased says which variance, eps_outside"
         raise ValueError(
-            f"{op}: {cls.__name__}.forward must give {norm.formula()}, got other numbers: {says} what is added to the "
-            "root"
+            f"{op}: {cls.__name__}.forward must give {norm.formula()}, got {what}: {says} what is added to the root"
         )
+
+    return _in_some_shape(rows, require)
 
 
 def require_post_norm(
     cls: type[nn.Module], module: nn.Module, names: tuple[str, str | None, str | None], known: DeclaredNorm
-) -> None:
-    """Raises where a forward of ``cls`` is not norm(x + dropout(sublayer(x))), sublayer an argument or a child."""
-    norm, dropout, sublayer = names
+) -> str | None:
+    """Raises where a forward of ``cls`` is not norm(x + dropout(sublayer(x))).
+
+    The sublayer is a child, or the forward's second argument, or what that argument is the result of.
+    """
+    op, (norm, dropout, sublayer) = "declare_residual", names
     if guard.hooked(guard.child(module, norm)):
-        return
+        return None
     copy = specimen(module)
     x = None if copy is None else _rows_of(guard.child(copy, norm), known)
     if x is None:
-        return
+        return None
     inner = guard.child(copy, norm)
     called = [inner] if sublayer is None else [inner, guard.child(copy, sublayer)]
     layer: Any = (lambda t: 0.3 + 0.7 * t.flip(-1)) if sublayer is None else called[1]
-    given = (x, layer) if sublayer is None else (x,)
-    forward = lambda: cls.forward(copy, *given)  # noqa: E731
     written = lambda: inner(x + dropped(copy, dropout, layer(x)))  # noqa: E731
-    if differ(tried(copy, forward), tried(copy, written)):
-        raise ValueError(
-            f"declare_residual: {cls.__name__}.forward must give {norm}(x + dropout(sublayer(x))), got other numbers: "
-            "a pre-norm wrapper, x + dropout(sublayer(norm(x))), needs no declaration"
-        )
-    inside = [part for each in called for part in each.modules()]
-    require_dropouts("declare_residual", cls, copy, (dropout,), inside, None, forward, written)
+    wanted, refused = tried(copy, written), None
+    for given in ((x, layer), (x, layer(x))) if sublayer is None else ((x,),):
+        forward = lambda given=given: cls.forward(copy, *given)  # noqa: E731
+        got, refused = result(op, cls, copy, forward)
+        if got is None:
+            continue
+        if differ(got, wanted):
+            raise ValueError(
+                f"{op}: {cls.__name__}.forward must give {norm}(x + dropout(sublayer(x))), got other numbers: a "
+                "pre-norm wrapper, x + dropout(sublayer(norm(x))), needs no declaration"
+            )
+        inside = [part for each in called for part in each.modules()]
+        require_dropouts(op, cls, copy, (dropout,), inside, None, forward, written)
+        return None
+    return refused if sublayer is None else None  # a child may take more than x
 
 
 def require_feed_forward(
@@ -70,53 +94,79 @@ def require_feed_forward(
     activation: str,
     channels_first: bool,
     drops: tuple[str | None, str | None],
-) -> None:
+) -> str | None:
     """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for these dropouts."""
-    copy = specimen(module, wide=True)
+    op, copy = "declare_feed_forward", specimen(module, wide=True)
     layers: list[Any] = [None if name is None or copy is None else guard.child(copy, name) for name in names]
     first, second, gate, norm = layers
     if copy is None or any("forward" in layer.__dict__ for layer in layers if layer) or first.weight.numel() == 0:
-        return
-    x = _rows(first.weight.flatten(1)[0])
-    if x is None:
-        return
-    x = 3 * x
+        return None
+    rows = _rows(first.weight.flatten(1)[0])
+    if rows is None:
+        return None
 
     def rows_by(layer: Any, rows: Tensor) -> Tensor:
         return layer(rows.mT).mT if isinstance(layer, nn.Conv1d) else layer(rows)
 
-    def written() -> Tensor:
-        rows = x if norm is None else norm(x)
-        halves = rows_by(first, rows).chunk(2 if gate is first else 1, dim=-1)
+    def written(x: Tensor) -> Tensor:
+        x = x if norm is None else norm(x)
+        halves = rows_by(first, x).chunk(2 if gate is first else 1, dim=-1)
         hidden = ACTIVATIONS[activation](halves[0])
         if gate is not None:
-            hidden = hidden * (halves[1] if gate is first else rows_by(gate, rows))
+            hidden = hidden * (halves[1] if gate is first else rows_by(gate, x))
         hidden = nn.functional.dropout(hidden, probability(copy, drops[0]))
         return dropped(copy, drops[1], rows_by(second, hidden))
 
-    def forward() -> Tensor:
-        return cls.forward(copy, x.mT).mT if channels_first else cls.forward(copy, x)
+    def forward(x: Tensor) -> Any:
+        got = cls.forward(copy, x.mT if channels_first else x)
+        return got.mT if channels_first and isinstance(got, Tensor) else got
 
-    got = tried(copy, forward)
-    wanted, wrong = attempt(copy, written)
-    if got is not None and (wrong is not None or differ(got, wanted)):
-        inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
-        inner = inner if gate is not first else f"{activation}(a) * b, a and b = {names[0]}(x).chunk(2, -1)"
-        numbers = "other numbers" if wrong is None else f"shapes that give none ({wrong})"
-        raise ValueError(
-            f"declare_feed_forward: {cls.__name__}.forward must give {names[1]}({inner}), got {numbers}: "
-            f"activation names one of {', '.join(ACTIVATIONS)}"
-        )
     inside = [inner for layer in layers if layer is not None for inner in layer.modules()]
-    require_dropouts("declare_feed_forward", cls, copy, drops, inside, second, forward, written)
+
+    def require(x: Tensor) -> str | None:
+        got, refused = result(op, cls, copy, lambda: forward(x))
+        if got is None:
+            return refused
+        wanted, wrong = attempt(copy, lambda: written(x))
+        if wrong is not None or differ(got, wanted):
+            inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
+            inner = inner if gate is not first else f"{activation}(a) * b, a and b = {names[0]}(x).chunk(2, -1)"
+            numbers = "other numbers" if wrong is None else f"shapes that give none ({wrong})"
+            raise ValueError(
+                f"{op}: {cls.__name__}.forward must give {names[1]}({inner}), got {numbers}: activation names one of "
+                f"{', '.join(ACTIVATIONS)}"
+            )
+        require_dropouts(op, cls, copy, drops, inside, second, lambda: forward(x), lambda: written(x))
+        return None
+
+    return require(3 * rows) if channels_first else _in_some_shape(3 * rows, require)
+
+
+def _in_some_shape(rows: Tensor, require: Callable[[Tensor], str | None]) -> str | None:
+    """``require`` of the rows (1, T, N) or, where that is refused, of other shapes that end in N; why none is taken.
+
+    A forward that takes another axis than the last for the features is found where that is as long.
+    """
+    reason = require(rows)
+    if reason is None:
+        return None
+    width = rows.shape[-1]
+    shapes = [rows[:, None], rows[0]]
+    if width <= _SQUARE:
+        many = rows[:, torch.arange(width, device=rows.device) % rows.shape[1]]
+        shapes = [many, many[:, :, None], *shapes]
+    answers = [require(each) for each in shapes]
+    return None if None in answers else reason
 
 
 def _rows_of(copy: nn.Module, norm: DeclaredNorm) -> Tensor | None:
-    """Rows for a norm: in float32 and float64 the second is so small that what is added to it counts as it does."""
+    """Rows for a norm: in float32 and float64 the second so small that what is added to it counts as it does; zeros."""
     weight, bias = norm.parameters(copy)
     eps, outside = norm.epsilons(copy)
     like = weight if weight is not None else bias
-    return _rows(torch.ones(_WIDTH, device="cpu") if like is None else like, max(outside, (eps or 0.0) ** 0.5))
+    small = max(outside, (eps or 0.0) ** 0.5)
+    rows = _rows(torch.ones(_WIDTH, device="cpu") if like is None else like, small if small > _LEAST else 1.0)
+    return None if rows is None else torch.cat([rows, torch.zeros_like(rows[:, :1])], dim=1)
 
 
 def _rows(like: Any, small: float = 1.0) -> Tensor | None:

@@ -9,8 +9,8 @@
     tfk.patch(model)
 
 What does not fit one of these forms is written as a function, see ``recipe``. ``patch`` refuses a declaration that
-names what its module does not have, or whose numbers are not those of its forward on a few rows; ``tfk.prove`` tells
-whether one is right.
+names what its module does not have, or whose numbers are not those of its forward on a few rows, and where it was true
+of another module of the class leaves this one as it is; ``tfk.prove`` tells whether one is right.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def declare_feed_forward(
 ) -> Recipe:
     """Declare that a class is a feed-forward block: second(dropout(activation(first(x)))), with a gate times gate(x).
 
-    ``patch`` tries it on two rows, and refuses a class that gives other numbers or drops some by another dropout.
+    ``patch`` tries it on two rows, refuses a class that gives other numbers or drops some by another dropout, and
+    leaves one as it is that takes no rows (..., E).
 
     Args:
         cls: the class, matched exactly. Its forward takes x alone.
@@ -74,7 +75,7 @@ def declare_feed_forward(
     def run(self: Any, x: Tensor) -> Any:
         layers: list[Any] = [guard.child(self, name) for name in (first, second)]
         gated = None if gate is None else guard.child(self, gate)
-        if not all(map(_pointwise, layers)) or (gated not in (None, layers[0]) and gated.bias is not None):
+        if not all(map(_pointwise, layers)) or (gated is not None and gated.bias is not None):
             return NotImplemented
         if not all(declaration.has_dropout(self, name) for name in (dropout, out_dropout)):
             return NotImplemented
@@ -89,13 +90,18 @@ def declare_feed_forward(
     named = declaration.names("declare_feed_forward", {**children, "norm": norm}, drops)
 
     @once
-    def check(module: nn.Module) -> None:
+    def check(module: nn.Module) -> str | None:
         named(module)
-        if _pointwise(guard.child(module, first)) and _pointwise(guard.child(module, second)):
-            parts = (first, second, gate, norm)
-            declared_numbers.require_feed_forward(
-                cls, module, parts, activation, channels_first, (dropout, out_dropout)
-            )
+        reason = declaration.why_not_dropped(module, dropout, out_dropout)
+        if reason is not None or not (
+            _pointwise(guard.child(module, first)) and _pointwise(guard.child(module, second))
+        ):
+            return reason
+        parts, drops = (first, second, gate, norm), (dropout, out_dropout)
+        reason = declared_numbers.require_feed_forward(cls, module, parts, activation, channels_first, drops)
+        if reason is None and gate is not None and getattr(guard.child(module, gate), "bias", None) is not None:
+            return f"{gate} has a bias, and a fused gate has none"
+        return reason
 
     return register_recipe(from_forward(declaration.class_name(cls), cls, run, "feed-forward", covers, check, calls))
 
@@ -114,8 +120,9 @@ def declare_layer_norm(
     y = (x - mean) / (sqrt(var + eps) + eps_outside) * weight + bias
 
     One that divides by (std + eps), as that of The Annotated Transformer, has eps=0.0, eps_outside="eps" and, by
-    ``x.std(-1)``, unbiased=True. ``patch`` tries it on two rows and refuses a class that gives other numbers. A call
-    whose x has another dtype than the parameters runs the forward as it is written.
+    ``x.std(-1)``, unbiased=True. ``patch`` tries it on a few rows and refuses a class that gives other numbers, and
+    leaves one as it is that takes no rows (..., N). It does not see a gradient that the forward cuts. A call whose x
+    has another dtype than the parameters runs the forward as it is written.
 
     Args:
         cls: the class, matched exactly. Its forward takes x alone.
@@ -145,8 +152,10 @@ def declare_rms_norm(
 
     y = x / (sqrt(mean(x**2) + eps) + eps_outside) * weight
 
-    ``patch`` tries it on two rows and refuses a class that gives other numbers, such as one that multiplies by
-    (1 + weight). A call whose x has another dtype than the weight runs the forward as it is written.
+    ``patch`` tries it on a few rows and refuses a class that gives other numbers, such as one that multiplies by
+    (1 + weight), and leaves one as it is that takes no rows (..., N). It does not see a gradient that the forward cuts.
+    A call whose x has another dtype than the weight runs the forward as it is written. One that divides by
+    ``F.normalize`` has eps=0.0 and eps_outside=1e-12.
 
     Args:
         cls: the class, matched exactly. Its forward takes x alone.
@@ -174,13 +183,13 @@ def _declare_norm(op: str, cls: type[nn.Module], norm: DeclaredNorm) -> Recipe:
     named = declaration.names(op, {}, norm.names())
 
     @once
-    def check(module: nn.Module) -> None:
+    def check(module: nn.Module) -> str | None:
         named(module)
         for argument, name in (("eps", norm.eps), ("eps_outside", norm.eps_outside)):
             held = guard.attribute(module, name) if isinstance(name, str) else None
             if isinstance(held, Tensor) and held.requires_grad:
                 raise ValueError(f"{op}: {argument} must name a number, got {name!r}, which is trained")
-        declared_numbers.require_norm(op, cls, module, norm)
+        return declared_numbers.require_norm(op, cls, module, norm)
 
     _norms[cls] = norm
     what = "rms_norm" if norm.rms else "layer_norm"
@@ -192,8 +201,9 @@ def declare_residual(
 ) -> Recipe:
     """Declare that a class is the residual wrapper of post-norm models: norm(x + dropout(sublayer(x, ...))).
 
-    A pre-norm wrapper, x + dropout(sublayer(norm(x))), has nothing to fuse beyond its norm. ``patch`` tries both on a
-    few rows and refuses other numbers; a sublayer that is a child and takes more than x is believed.
+    Also norm(x + dropout(y)) of what a sublayer gave, as AddNorm(x, y) of Dive into Deep Learning. A pre-norm wrapper,
+    x + dropout(sublayer(norm(x))), has nothing to fuse beyond its norm. ``patch`` tries both on a few rows and refuses
+    other numbers; a sublayer that is a child and takes more than x is believed.
 
     Args:
         cls: the class, matched exactly. Its forward takes x first.
@@ -201,7 +211,8 @@ def declare_residual(
             ``declare_rms_norm``.
         dropout: name of the nn.Dropout, or None.
         sublayer: name of the child that is the sublayer and takes all arguments of the forward; None where the
-            sublayer is the forward's second argument, a callable that takes x, and there is no third.
+            sublayer is the forward's second argument, a callable that takes x or the tensor that the sublayer gave,
+            and there is no third.
 
     Returns:
         The recipe, registered.
@@ -225,9 +236,15 @@ def declare_residual(
         (x, *given), args, kwargs = bound
         inner = guard.child(self, norm)
         known = _norms.get(original_class(inner))
-        if known is None or guard.hooked(inner) or guard.spans_rows(inner):
+        if (
+            known is None
+            or guard.hooked(inner)
+            or guard.spans_rows(inner)
+            or not declaration.has_dropout(self, dropout)
+        ):
             return NotImplemented
-        y = given[0](x) if sublayer is None else guard.child(self, sublayer)(x, *args, **kwargs)
+        y = given[0] if sublayer is None else guard.child(self, sublayer)(x, *args, **kwargs)
+        y = y(x) if sublayer is None and not isinstance(y, Tensor) else y
         if not isinstance(y, Tensor):
             return NotImplemented
         if y.shape != x.shape or not known.takes(inner, x, y):  # the sum broadcasts, or fails
@@ -238,11 +255,13 @@ def declare_residual(
     named = declaration.names("declare_residual", {"norm": norm, "dropout": dropout, "sublayer": sublayer})
 
     @once
-    def check(module: nn.Module) -> None:
+    def check(module: nn.Module) -> str | None:
         named(module)
+        reason = declaration.why_not_dropped(module, dropout)
         known = _norms.get(original_class(guard.child(module, norm)))
-        if known is not None:
-            declared_numbers.require_post_norm(cls, module, (norm, dropout, sublayer), known)
+        if known is None or reason is not None:
+            return reason
+        return declared_numbers.require_post_norm(cls, module, (norm, dropout, sublayer), known)
 
     what = "dropout, sum and norm in one pass"
     return register_recipe(from_forward(declaration.class_name(cls), cls, run, what, covers, check))

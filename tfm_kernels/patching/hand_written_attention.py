@@ -40,12 +40,12 @@ def declare_attention(
 
     The projections are called as modules, so hooks and adapters on them keep working. ``patch`` tries a copy with other
     parameters on a few rows, without a mask, with one, and in training, and refuses a class that gives other numbers.
-    It believes what it cannot try: layers other than nn.Linear, forwards that refuse such rows. It does not see what
-    a forward does by its state (a cache that an attribute switches on), at large scores alone (a cap) or to gradients
-    (``detach``). A call that gives arguments that are not declared anything but their defaults runs the forward as it
-    is written. A row that may see no key gives
-    0 before ``out``, where code that fills with -1e9 gives the mean of hidden values. An attribute in which the forward
-    keeps its weights for pictures, such as ``self.attn``, is not written: ``tfk.get_attention_maps`` gives the weights.
+    It believes layers other than nn.Linear, which it cannot try, and leaves a module as it is whose forward refuses
+    such rows. It does not see what a forward does by its state (a cache that an attribute switches on), at large scores
+    alone (a cap) or to gradients (``detach``). A call that gives arguments that are not declared anything but their
+    defaults runs the forward as it is written. A row that may see no key gives 0 before ``out``, where code that fills
+    with -1e9 gives the mean of hidden values. An attribute in which the forward keeps its weights for pictures, such as
+    ``self.attn``, is not written: ``tfk.get_attention_maps`` gives the weights.
 
     Args:
         cls: the class, matched exactly.
@@ -143,9 +143,9 @@ def declare_attention(
     )
 
     @once
-    def check(module: nn.Module) -> None:
+    def check(module: nn.Module) -> str | None:
         named(module)
-        require_attention(cls, module, declared)
+        return declaration.why_not_dropped(module, dropout, out_dropout) or require_attention(cls, module, declared)
 
     calls = tuple(name for name in (*layers, norm, out, out_dropout) if name is not None)
     what = "fused attention"

@@ -10,8 +10,9 @@ from torch import nn
 
 from .._backend import BACKENDS
 from . import frozen, huggingface, swap
-from .registry import registered
+from .registry import Refused, registered, was_true
 from .report import Entry, PatchReport
+from .specimen import one_patch
 
 _HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -59,8 +60,8 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
 
     Raises:
         TypeError: ``model`` is not a module, or an option is of the wrong type.
-        ValueError: ``freeze`` is asked for a model in training mode, no backend has this name, or a declaration names
-            what its module does not have.
+        ValueError: ``freeze`` is asked for a model in training mode, no backend has this name, or a declaration is true
+            of no module of its class yet; where it was true of one, others are left as they are.
 
     Example:
         >>> with tfk.patch(model) as report:
@@ -73,19 +74,22 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     thawed = [module for module in model.modules() if frozen.thaw(module)]
     kept: list[nn.Module] = []
     undone = functools.partial(_undo, undo, kept, thawed)
+    refusals: list[tuple[str, Refused]] = []
     try:
         switched = _switch_attention(model, backend, packed, undo)
         spans = huggingface.below_span_heads(model)
-        for name, module in model.named_modules():
-            if id(module) in covered:
-                replaced, note = True, f"runs inside {covered[id(module)]}"
-            elif id(module) in switched:
-                replaced, note = switched[id(module)]
-            else:
-                padded = "packed=False was asked for" if not packed else spans.get(id(module))
-                replaced, note = _apply(module, name, padded, backend, covered, undo)
-            entries.append(Entry(name, type(module).__name__, replaced, note))
-            modules.append(module)
+        with one_patch():
+            for name, module in model.named_modules():
+                if id(module) in covered:
+                    replaced, note = True, f"runs inside {covered[id(module)]}"
+                elif id(module) in switched:
+                    replaced, note = switched[id(module)]
+                else:
+                    padded = "packed=False was asked for" if not packed else spans.get(id(module))
+                    replaced, note = _apply(module, name, padded, backend, covered, undo, refusals)
+                entries.append(Entry(name, type(module).__name__, replaced, note))
+                modules.append(module)
+        _require_true(refusals)
         for module in _projections(model) if freeze else ():
             frozen.freeze(module)
             kept.append(module)
@@ -166,6 +170,7 @@ def _apply(
     backend: str | None,
     covered: dict[int, str],
     undo: list[tuple[nn.Module, swap.Options | None]],
+    refusals: list[tuple[str, Refused]],
 ) -> tuple[bool, str]:
     """Tries every recipe on one module, those that pack unless ``padded`` says why not: (replaced, note)."""
     before = module.__dict__.get(swap.OPTIONS) if swap.is_fused(module) else None
@@ -177,7 +182,11 @@ def _apply(
         swap.restore(module)
     reason: bool | str = False
     for recipe in registered():
-        answer = recipe.recognise(module)
+        try:
+            answer = recipe.recognise(module)
+        except Refused as refusal:
+            refusals.append((name, refusal))
+            answer = f"what was declared is not true of it: {refusal}"
         if answer is True and "forward" in module.__dict__:
             answer = "it has a forward of its own"
         if answer is True and recipe.packs and padded is not None:
@@ -192,6 +201,13 @@ def _apply(
         swap.swap(module, swap.Options(recipe.name, backend, padded is None))
         return True, f"{recipe.what}; not more, because {reason}" if reason else recipe.what
     return (False, f"because {reason}") if reason else _left(module)
+
+
+def _require_true(refusals: list[tuple[str, Refused]]) -> None:
+    """Raises the first refusal of a declaration that was never true: a class may have modules of several kinds."""
+    for name, refusal in refusals:
+        if not was_true(refusal.recipe):
+            raise ValueError(f"{refusal}, in {name!r}" if name else str(refusal)) from None
 
 
 def _projections(model: nn.Module) -> list[nn.Module]:

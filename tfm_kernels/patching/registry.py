@@ -45,7 +45,20 @@ class Recipe:
     unasked: tuple[str, ...] = ()
 
 
+class Refused(ValueError):
+    """A declaration that is not true of a module.
+
+    Attributes:
+        recipe: the name of the declaration's recipe.
+    """
+
+    def __init__(self, recipe: str, message: str) -> None:
+        super().__init__(message)
+        self.recipe = recipe
+
+
 _recipes: list[Recipe] = []
+_true: set[str] = set()  # names of recipes whose declaration was found true of some module
 
 
 def register_recipe(recipe: Recipe, *, first: bool = True) -> Recipe:
@@ -61,6 +74,7 @@ def register_recipe(recipe: Recipe, *, first: bool = True) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"register_recipe: recipe must be a Recipe, got {type(recipe).__name__}")
     _recipes[:] = [other for other in _recipes if other.name != recipe.name]
+    _true.discard(recipe.name)
     _recipes.insert(0 if first else len(_recipes), recipe)
     swap.declare(recipe.name, recipe.fuse)
     return recipe
@@ -75,6 +89,11 @@ def unasked(module: nn.Module) -> tuple[str, ...]:
     """``Recipe.unasked`` of the recipe that a module was fused by."""
     name = swap.options(module).recipe
     return next((each.unasked for each in _recipes if each.name == name), ())
+
+
+def was_true(recipe: str) -> bool:
+    """Whether the declaration behind a recipe was found true of some module yet."""
+    return recipe in _true
 
 
 def registered() -> tuple[Recipe, ...]:
@@ -134,12 +153,13 @@ def from_forward(
     run: Callable[..., Any],
     what: str,
     covers: tuple[str, ...] = (),
-    check: Callable[[nn.Module], None] | None = None,
+    check: Callable[[nn.Module], str | None] | None = None,
     calls: tuple[str, ...] | None = None,
 ) -> Recipe:
     """The recipe of one class: ``run`` in place of its forward, which still runs where ``run`` gives NotImplemented.
 
-    ``check(module)`` raises where a module of the class does not have what was declared. ``calls`` names the children
+    ``check(module)`` raises ValueError where what was declared is not true of a module of the class, which recognise
+    raises as Refused, and gives part of a sentence where it is to be left as it is. ``calls`` names the children
     that ``run`` calls: the forward runs where one of the others, which it may call, has hooks. None: not looked at.
     """
     reached = None if calls is None else (*calls, *covers)
@@ -166,8 +186,11 @@ def from_forward(
     def recognise(module: nn.Module) -> bool | str:
         if type(module) is not cls:
             return False
-        if check is not None:
-            check(module)
-        return why_not(module) or True
+        try:
+            reason = None if check is None else check(module)
+        except ValueError as error:
+            raise Refused(name, str(error)) from error
+        _true.add(name)
+        return reason or why_not(module) or True
 
     return Recipe(name, recognise, fuse, what, lambda module: [module.get_submodule(path) for path in covers])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from .declaration import is_dropout
 
 _WIDE = (torch.float32, torch.float64)
 _PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = frozenset(nn.Module().__dict__)  # what every module holds: hooks, which count by themselves, and its mode
+_patches = 0  # calls of patch() that have begun or ended
 
 
 def specimen(module: nn.Module, *, wide: bool = False) -> Any:
@@ -49,24 +51,43 @@ def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     return copy.eval()
 
 
-def once(require: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-    """``require``, which raises, for the first of modules that are alike: a model has the same block many times."""
-    passed: set[Any] = set()
+def once(require: Callable[[nn.Module], str | None]) -> Callable[[nn.Module], str | None]:
+    """``require``, which may raise, for the first of modules that are alike: a model has the same block many times.
 
-    def check(module: nn.Module) -> None:
+    It remembers for one call of ``patch`` alone, in which nothing that a module holds changes or goes.
+    """
+    answers: dict[Any, str | None] = {}
+    asked_in = _patches
+
+    def check(module: nn.Module) -> str | None:
+        nonlocal asked_in
+        if asked_in != _patches:
+            answers.clear()
+            asked_in = _patches
         likeness = _likeness(module)
-        if likeness not in passed:
-            require(module)
-            passed.add(likeness)
+        if likeness not in answers:
+            answers[likeness] = require(module)
+        return answers[likeness]
 
     return check
+
+
+@contextmanager
+def one_patch() -> Iterator[None]:
+    """The time in which ``once`` remembers: from here to the end of the block."""
+    global _patches
+    _patches += 1
+    try:
+        yield
+    finally:
+        _patches += 1
 
 
 def _likeness(module: nn.Module) -> Any:
     """What a forward may go by, but for the values of parameters: equal for modules that are alike."""
     found: list[Any] = []
     for name, inner in module.named_modules():
-        attributes = ((key, value) for key, value in inner.__dict__.items() if key[0] != "_" and key != "training")
+        attributes = ((key, value) for key, value in inner.__dict__.items() if key not in _OF_TORCH)
         plain = ((key, value if isinstance(value, _PLAIN) else id(value)) for key, value in attributes)
         held = ((key, each, True) for key, each in inner._parameters.items())
         kept = ((key, each, False) for key, each in inner._buffers.items())
@@ -105,14 +126,39 @@ def tried(copy: nn.Module, run: Callable[[], Any]) -> Tensor | None:
     return got if isinstance(got, Tensor) and bool(got.isfinite().all()) else None
 
 
+def result(op: str, cls: type[nn.Module], copy: nn.Module, run: Callable[[], Any]) -> tuple[Tensor | None, str | None]:
+    """What a forward that gives one tensor gives; or None, and part of a sentence for what it refuses.
+
+    Raises:
+        ValueError: it gives something else.
+    """
+    got, refused = attempt(copy, run)
+    if refused is not None:
+        return None, untried(refused)
+    if not isinstance(got, Tensor):
+        held = f" of {len(got)}" if isinstance(got, (tuple, list)) else ""
+        raise ValueError(f"{op}: {cls.__name__}.forward must give a tensor, got a {type(got).__name__}{held}")
+    return got, None
+
+
+def untried(refused: Exception) -> str:
+    """Part of a sentence for the report: why a forward could not be tried."""
+    first = str(refused).partition("\n")[0]
+    return f"its forward could not be tried: {type(refused).__name__}: {first}"
+
+
 def differ(got: Tensor | None, wanted: Tensor | None) -> bool:
-    """Whether two trials gave other numbers; not where either gave none."""
+    """Whether two trials gave other numbers where ``got`` is finite; not where either gave none."""
     if got is None or wanted is None:
         return False
     if got.shape != wanted.shape:
         return True
-    size = float(wanted.double().abs().max().clamp(min=1e-30))
-    return float((got.double() - wanted.double()).abs().max()) > (1e-4 if got.dtype in _WIDE else 5e-2) * size
+    finite = got.isfinite()
+    if not bool(finite.any()):
+        return False
+    found, named = got[finite].double(), wanted[finite].double()
+    size = float(named.abs().max().clamp(min=1e-30))  # NaN where one is
+    return not float((found - named).abs().max()) <= (1e-4 if got.dtype in _WIDE else 5e-2) * size
 
 
 def require_dropouts(

@@ -1,0 +1,240 @@
+"""Classes of several kinds of modules under one declaration, and forwards of other shapes than it says."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tfm_kernels as tfk
+from tests.patching.attentions import WIDTH
+from tests.patching.models import assert_same_results
+from tests.patching.test_patch_declaration import recipes  # noqa: F401
+from tests.patching.test_patch_declared_trials import notes
+
+pytestmark = pytest.mark.usefixtures("recipes")
+
+
+class Chosen(nn.Module):
+    """Its activation is an attribute, or one of an object's."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.a, self.b, self._name = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), name
+
+    def forward(self, x):
+        return self.b(getattr(F, getattr(self._name, "name", self._name))(self.a(x)))
+
+
+def test_modules_of_a_class_that_differ_in_what_they_hold_are_each_tried():
+    """One of which the declaration is not true is refused, and left as it is beside one of which it is."""
+    tfk.patching.declare_feed_forward(Chosen, first="a", second="b", activation="gelu")
+    with pytest.raises(ValueError, match="Chosen.forward must give .*, got other numbers.*, in '0'$"):
+        tfk.patch(nn.Sequential(Chosen("relu")))
+    config = types.SimpleNamespace(name="relu")
+    for modules in ((Chosen("relu"), Chosen("gelu")), (Chosen("gelu"), Chosen("relu")), (Chosen(config),)):
+        model = nn.Sequential(*modules)
+        report = tfk.patch(model)
+        for module, name in zip(modules, ("0", "1"), strict=False):
+            true = module._name == "gelu"
+            assert (notes(report)[name] == "feed-forward") == true
+            assert (
+                true or "what was declared is not true of it: declare_feed_forward: Chosen.for" in notes(report)[name]
+            )
+    config.name = "gelu"
+    assert notes(tfk.patch(model))["0"] == "feed-forward"
+    config.name = "relu"
+    assert notes(tfk.patch(model))["0"].startswith("because what was declared is not true of it")
+
+
+class Two(nn.Module):
+    """Gives something beside the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), nn.LayerNorm(WIDTH)
+
+
+class TwoOfPerceptron(Two):
+    def forward(self, x):
+        return self.b(F.relu(self.a(x))), x
+
+
+class TwoOfNorm(Two):
+    def forward(self, x):
+        return self.norm(x), x
+
+
+class TwoOfResidual(Two):
+    def forward(self, x, sublayer):
+        return self.norm(x + sublayer(x)), x
+
+
+TWO = {
+    TwoOfPerceptron: lambda p, cls: p.declare_feed_forward(cls, first="a", second="b"),
+    TwoOfNorm: lambda p, cls: p.declare_layer_norm(cls, weight="norm.weight", bias="norm.bias", eps="norm.eps"),
+    TwoOfResidual: lambda p, cls: p.declare_residual(cls, norm="norm"),
+}
+
+
+@pytest.mark.parametrize("cls", TWO)
+def test_a_forward_that_gives_two_is_refused(cls):
+    TWO[cls](tfk.patching, cls)
+    with pytest.raises(ValueError, match=rf"{cls.__name__}.forward must give a tensor, got a tuple of 2$"):
+        tfk.patch(cls())
+
+
+class Channels(nn.Module):
+    """LayerNorm of (B, C, H, W) over C, in the style of ConvNeXt."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)), 1e-6
+
+    def forward(self, x):
+        x = x.permute(0, 2, 3, 1)
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+class SecondAxis(Channels):
+    def forward(self, x):
+        return F.layer_norm(x.transpose(1, -1), x.shape[1:2], self.weight, self.bias, self.eps).transpose(1, -1)
+
+
+class Images(Channels):
+    """One over the last axis, of four alone."""
+
+    def forward(self, x):
+        b, h, w, c = x.shape
+        return F.layer_norm(x.reshape(-1, c), (c,), self.weight, self.bias, self.eps).view(b, h, w, c)
+
+
+class Matrices(Channels):
+    """One over the last axis, of two alone."""
+
+    def forward(self, x):
+        rows, width = x.shape
+        return F.layer_norm(x, (width,), self.weight, self.bias, self.eps)
+
+
+class Five(Channels):
+    def forward(self, x):
+        a, b, c, d, e = x.shape
+        return F.layer_norm(x, (e,), self.weight, self.bias, self.eps)
+
+
+@pytest.mark.parametrize("cls", [Channels, SecondAxis])
+def test_a_norm_over_another_axis_is_refused(cls):
+    """Though it refuses ordinary rows: it would take the last axis where both are as long."""
+    tfk.patching.declare_layer_norm(cls)
+    with pytest.raises(ValueError, match=rf"{cls.__name__}.forward must give .*, got other numbers"):
+        tfk.patch(cls())
+
+
+@pytest.mark.parametrize("width", [WIDTH, 2000])
+@pytest.mark.parametrize("cls", [Images, Matrices])
+def test_a_norm_of_a_number_of_axes(cls, width):
+    tfk.patching.declare_layer_norm(cls)
+    model, x = cls(width), torch.randn(*((2, 3, 5, width) if cls is Images else (4, width)))
+    wanted = model(x)
+    with tfk.patch(model) as report:
+        assert notes(report)[""] == "layer_norm"
+        torch.testing.assert_close(model(x), wanted)
+
+
+@pytest.mark.parametrize("cls, width", [(Five, WIDTH), (Channels, 2000)])
+def test_a_forward_that_refuses_all_rows_is_left_as_it_is(cls, width):
+    tfk.patching.declare_layer_norm(cls)
+    note = notes(tfk.patch(cls(width)))[""]
+    assert note.startswith("because its forward could not be tried: "), note
+
+
+class Normalized(nn.Module):
+    """In the style of lucidrains: a row of zeros is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.g = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * WIDTH**0.5 * self.g
+
+
+def test_rows_of_zeros():
+    tfk.patching.declare_rms_norm(Normalized, weight="g", eps=0.0)
+    with pytest.raises(ValueError, match="got numbers for a row of zeros, which this gives none: eps_outside says"):
+        tfk.patch(Normalized())
+    tfk.patching.declare_rms_norm(Normalized, weight="g", eps=0.0, eps_outside=1e-12)
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    x[1] = 0
+    assert_same_results(nn.Sequential(Normalized()), lambda m: m[0](x.to(m[0].g)))
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_a_dropout_of_another_kind_is_left_as_it_is(drop):
+    class Post(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop = nn.LayerNorm(WIDTH), drop(0.5)
+            self.a, self.b = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    class Wrapped(Post):
+        def forward(self, x, sublayer):
+            return self.norm(x + self.drop(sublayer(x)))
+
+    class Block(Post):
+        def forward(self, x):
+            return self.b(self.drop(F.relu(self.a(x))))
+
+    tfk.patching.declare_residual(Wrapped, norm="norm", dropout="drop")
+    tfk.patching.declare_feed_forward(Block, first="a", second="b", dropout="drop")
+    for cls in (Wrapped, Block):
+        assert notes(tfk.patch(cls()))[""] == f"because its drop is {drop.__name__}, not Dropout"
+
+
+def test_a_residual_of_what_a_sublayer_gave():
+    """AddNorm(x, y), in the style of Dive into Deep Learning."""
+
+    class AddNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dropout, self.ln = nn.Dropout(0.0), nn.LayerNorm(WIDTH)
+
+        def forward(self, X, Y):
+            return self.ln(self.dropout(Y) + X)
+
+    class Other(AddNorm):
+        def forward(self, X, Y):
+            return self.ln(self.dropout(Y) - X)
+
+    for cls in (AddNorm, Other):
+        tfk.patching.declare_residual(cls, norm="ln", dropout="dropout")
+    x, y = (torch.randn(2, 5, WIDTH, dtype=torch.float64) for _ in range(2))
+    model = nn.ModuleList([AddNorm()])
+    assert_same_results(model, lambda m: m[0](x.to(m[0].ln.weight), y.to(m[0].ln.weight)), backend="cpu")
+    with tfk.patch(model) as report:
+        model[0](x.float(), Y=y.float())
+        assert notes(report)["0"] == "dropout, sum and norm in one pass" and not report.fallbacks
+    with pytest.raises(ValueError, match="Other.forward must give ln.*, got other numbers"):
+        tfk.patch(Other())
+
+
+class Gated(nn.Module):
+    """Its gate has a bias, as DINOv2's."""
+
+    def __init__(self, packed):
+        super().__init__()
+        self.packed, self.w3 = packed, nn.Linear(32, WIDTH)
+        self.w1, self.w2 = nn.Linear(WIDTH, 64 if packed else 32), nn.Linear(WIDTH, 32)
+
+    def forward(self, x):
+        a, b = self.w1(x).chunk(2, -1) if self.packed else (self.w1(x), self.w2(x))
+        return self.w3(F.silu(a) * b)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "apart"])
+def test_a_gate_with_a_bias_is_left_as_it_is(packed):
+    gate = "w1" if packed else "w2"
+    tfk.patching.declare_feed_forward(Gated, first="w1", second="w3", gate=gate, activation="silu")
+    assert notes(tfk.patch(Gated(packed)))[""] == f"because {gate} has a bias, and a fused gate has none"
