@@ -186,6 +186,20 @@ class Adapter(nn.Linear):
     """As LoRA's: more than a linear layer."""
 
 
+def test_an_output_that_is_tied_again_stays_in_8_bits():
+    """As transformers does where the vocabulary is resized."""
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, tie_word_embeddings=True)).eval()
+    tfk.quantize(model)
+    ids = torch.randint(0, 60, (2, 7))
+    with torch.no_grad():
+        wanted = model(ids).logits
+        model.tie_weights()
+        assert model.lm_head.weight.dtype == torch.int8 and torch.equal(model(ids).logits, wanted)
+
+
 def test_what_is_kept_says_why():
     model = nn.ModuleDict(
         {

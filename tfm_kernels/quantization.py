@@ -79,9 +79,9 @@ def quantize(
     that the output shares with the embedding is kept as it is there, and in 8 bits in the output. Parameters that no
     linear layer holds, as the experts of transformers' mixtures, stay as they are.
 
-    To save and load: ``state_dict()``, and ``load_state_dict`` of a model that was quantized alike. ``from_pretrained``
-    of transformers knows no 8-bit layers and would read the integers as weights, without an error; its
-    ``tie_weights()`` would put the embedding in the place of the output's integers.
+    To save and load: ``state_dict()``, and ``load_state_dict`` of a model that was quantized alike, which also takes
+    the weights of one that was not. ``from_pretrained`` of transformers knows no 8-bit layers and would read the
+    integers as weights, without an error.
 
     Args:
         model: any module that is not itself a linear layer. Quantize first, ``patch`` second: the patched model runs

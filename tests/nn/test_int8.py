@@ -217,3 +217,32 @@ def test_making_it_draws_no_random_numbers():
 def test_attention_of_several_widths_is_refused():
     with pytest.raises(ValueError, match="kdim and vdim must be embed_dim"):
         tfk.nn.Int8MultiheadAttention.from_attention(nn.MultiheadAttention(16, 4, kdim=8))
+
+
+def test_a_floating_weight_that_is_assigned_becomes_integers():
+    embedding, layer = nn.Embedding(40, 24), from_linear(linear())
+    layer.weight = embedding.weight
+    assert torch.equal(layer.weight, quantized_weight(embedding.weight)[0]) and embedding.weight.requires_grad
+    assert torch.equal(layer(X), tfk.nn.Int8Linear.from_weight(embedding.weight, layer.bias)(X))
+    layer.weight = nn.Parameter(torch.randn(16, 24))
+    assert layer.out_features == 16 and layer.scale.shape == (16,)
+    with pytest.raises(ValueError, match="weight must be finite"):
+        layer.weight = torch.full((16, 24), float("nan"))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_that_are_not_quantized_are_loaded(assign):
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)).eval()
+    loaded = copy.deepcopy(stock)
+    tfk.quantize(loaded)
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter)
+    state = stock.state_dict()
+    names = set(state)
+    assert loaded.load_state_dict(state, assign=assign) == ([], []) and set(state) == names
+    tfk.quantize(stock)
+    for name, wanted in stock.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], wanted), name
+    with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
+        loaded.load_state_dict({**state, "0.weight": torch.randn(9, 8)})

@@ -40,7 +40,8 @@ class Int8Linear(nn.Module):
     """y = (x weight^T) scale + bias with a weight of int8, for inference.
 
     Holds a quarter of the bytes that nn.Linear does in float32. There is no gradient for the weight; one for ``x``
-    and the bias is PyTorch's.
+    and the bias is PyTorch's. A floating weight that is assigned, as by tying it to an embedding, or found in a
+    state_dict without ``scale``, becomes the nearest integers.
 
     Args:
         in_features: K.
@@ -106,6 +107,19 @@ class Int8Linear(nn.Module):
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
         return layer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and isinstance(value, Tensor) and value.is_floating_point():
+            integers, self.scale = quantized_weight(value)
+            self.out_features, self.in_features = integers.shape
+            value = nn.Parameter(integers, requires_grad=False)
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if isinstance(weight, Tensor) and weight.is_floating_point() and f"{prefix}scale" not in state_dict:
+            state_dict[f"{prefix}weight"], state_dict[f"{prefix}scale"] = quantized_weight(weight)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Runs each row of ``x`` through the layer."""
@@ -243,6 +257,12 @@ class Int8MultiheadAttention(MultiheadAttention):
         module.out_proj = Int8Linear.from_weight(out.weight, out.bias, dynamic=dynamic)  # type: ignore[assignment]
         module.bias_k, module.bias_v = given.bias_k, given.bias_v
         return module.train(given.training)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in ("weight", "bias"):  # of an attention that is not quantized
+            if f"{prefix}in_proj_{name}" in state_dict:
+                state_dict[f"{prefix}in_proj.{name}"] = state_dict.pop(f"{prefix}in_proj_{name}")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, linear: Callable[..., Tensor] = F.linear
