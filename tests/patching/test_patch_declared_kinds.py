@@ -1,5 +1,6 @@
 """Classes of several kinds of modules under one declaration, and forwards of other shapes than it says."""
 
+import copy
 import types
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.attentions import WIDTH
+from tests.patching.attentions import HEADS, WIDTH
 from tests.patching.models import assert_same_results
 from tests.patching.test_patch_declaration import recipes  # noqa: F401
 from tests.patching.test_patch_declared_trials import notes
@@ -238,3 +239,120 @@ def test_a_gate_with_a_bias_is_left_as_it_is(packed):
     gate = "w1" if packed else "w2"
     tfk.patching.declare_feed_forward(Gated, first="w1", second="w3", gate=gate, activation="silu")
     assert notes(tfk.patch(Gated(packed)))[""] == f"because {gate} has a bias, and a fused gate has none"
+
+
+class Swapped(nn.Module):
+    """GEGLU, in the style of lucidrains: the second half of the product is activated."""
+
+    def __init__(self):
+        super().__init__()
+        self.w12, self.w3 = nn.Linear(WIDTH, 64, bias=False), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        a, b = self.w12(x).chunk(2, -1)
+        return self.w3(a * F.gelu(b))
+
+
+def test_the_second_half_of_a_packed_gate_may_be_activated():
+    names = dict(first="w12", second="w3", gate="w12", activation="gelu")
+    tfk.patching.declare_feed_forward(Swapped, **names)
+    with pytest.raises(ValueError, match=r"must give w3\(gelu\(a\) \* b, a and b = .*got other .*, activated the half"):
+        tfk.patch(Swapped())
+    tfk.patching.declare_feed_forward(Swapped, **names, activated="second")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Swapped()), torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    assert_same_results(model, lambda m: m[0](x.to(m[0].w12.weight)), backend="cpu")
+    with torch.no_grad():
+        wanted = model(x.float())
+        for scheme in ("int8_weight_only", "int8_dynamic"):
+            quantized = copy.deepcopy(model)
+            tfk.quantize(quantized, scheme)
+            rounded = quantized(x.float())
+            with tfk.patch(quantized) as report:
+                torch.testing.assert_close(quantized(x.float()), rounded)
+            assert notes(report)["0"] == "feed-forward" and not torch.equal(rounded, wanted)
+    for given in ({"gate": "w3"}, {"gate": None}):
+        with pytest.raises(ValueError, match="activated must be 'first' where gate is not first, 'w12', got 'second'"):
+            tfk.patching.declare_feed_forward(Swapped, **{**names, **given}, activated="second")
+
+
+class UnitOffset(nn.Module):
+    """In the style of Gemma: its weight is the distance from 1."""
+
+    def __init__(self, mean=False):
+        super().__init__()
+        self.weight, self.mean = nn.Parameter(0.3 * torch.randn(WIDTH)), mean
+        self.bias = nn.Parameter(torch.randn(WIDTH)) if mean else None
+
+    def forward(self, x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        weight = 1.0 + self.weight.to(wide.dtype)
+        if self.mean:
+            return F.layer_norm(wide, (WIDTH,), weight, self.bias.to(wide.dtype), 1e-6).to(x.dtype)
+        return (F.rms_norm(wide, (WIDTH,), eps=1e-6) * weight).to(x.dtype)
+
+
+@pytest.mark.parametrize("mean", [False, True], ids=["rms", "layer"])
+def test_a_weight_may_be_the_distance_from_one(mean):
+    declare = tfk.patching.declare_layer_norm if mean else tfk.patching.declare_rms_norm
+    declare(UnitOffset, eps=1e-6)
+    with pytest.raises(ValueError, match="UnitOffset.forward must give .*, got other numbers"):
+        tfk.patch(UnitOffset(mean))
+    declare(UnitOffset, eps=1e-6, unit_offset=True)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(UnitOffset(mean)), torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    assert_same_results(model, lambda m: m[0](x.to(m[0].weight)), backend="cpu")
+    with tfk.patch(model.bfloat16()) as report:
+        model(x.bfloat16())
+        assert not report.fallbacks and len(report.replaced) >= 1
+
+
+def test_an_eps_of_none_is_that_of_the_dtype():
+    class OfTheDtype(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.rand(WIDTH)), None
+
+        def forward(self, x):
+            return F.rms_norm(x, (WIDTH,), self.weight, self.eps)
+
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64) * 1e-4
+    for eps in ("eps", None):
+        tfk.patching.declare_rms_norm(OfTheDtype, eps=eps)
+        assert_same_results(nn.Sequential(OfTheDtype()), lambda m: m[0](x.to(m[0].weight)), backend="cpu")
+
+
+class NormedHeads(nn.Module):
+    """In the style of timm."""
+
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.heads, width = HEADS, WIDTH // HEADS
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q_norm, self.k_norm = norm(width), norm(width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return self.proj(y.transpose(1, 2).flatten(-2))
+
+
+def test_queries_and_keys_of_each_head_may_be_normed():
+    names = dict(qkv="qkv", out="proj", heads="heads")
+    tfk.patching.declare_attention(NormedHeads, **names, query_norm="q_norm")
+    with pytest.raises(
+        ValueError, match=r"must give proj\(the heads of softmax\(scale q_norm\(q\) k\^T\) v\), got oth"
+    ):
+        tfk.patch(NormedHeads())
+    tfk.patching.declare_attention(NormedHeads, **names, query_norm="q_norm", key_norm="k_norm")
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    for norm in (nn.LayerNorm, nn.Identity):
+        model = nn.Sequential(NormedHeads(norm))
+        assert_same_results(model, lambda m: m[0](x.to(m[0].qkv.weight)), backend="cpu")
+    seen = []
+    model = NormedHeads()
+    model.q_norm.register_forward_hook(lambda *args: seen.append(1))
+    with tfk.patch(model) as report:
+        model(x.float())
+        assert seen == [1] and not report.fallbacks and notes(report)[""] == "fused attention"

@@ -34,8 +34,9 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
     if copy is None:
         return None
     layers = [guard.child(copy, name) for name in declared.projections]
-    norm, out = (None if name is None else guard.child(copy, name) for name in (declared.norm, declared.out))
-    called = [layer for layer in (*layers, norm, out) if layer is not None]
+    others = (declared.norm, *declared.head_norms, declared.out)
+    *norms, out = (None if name is None else guard.child(copy, name) for name in others)
+    called = [layer for layer in (*layers, *norms, out) if layer is not None]
     if not all(isinstance(layer, nn.Linear) and layer.weight.is_floating_point() for layer in layers):
         return None
     if any("forward" in layer.__dict__ for layer in called):

@@ -90,25 +90,33 @@ def self_attention(x: Tensor, projections: tuple[nn.Module, ...], heads: int, ma
 
 
 def feed_forward(
-    x: Tensor, first: nn.Module, second: nn.Module, activation: str, gate: nn.Module | None = None, **options: Any
+    x: Tensor,
+    first: nn.Module,
+    second: nn.Module,
+    activation: str,
+    gate: nn.Module | None = None,
+    *,
+    swapped: bool = False,
+    **options: Any,
 ) -> Tensor:
     """ops.ffn with the weights of two (or, gated, three) nn.Linear; of Conv1D; of nn.Conv1d, width 1, x (..., T, E).
 
-    ``gate`` may be ``first``, whose second half of rows then is the gate. Where one is an Int8Linear, they are called.
+    ``gate`` may be ``first``, whose second half of rows then is the gate, ``swapped`` the first half. Where one is an
+    Int8Linear, they are called.
     """
     halves = gate is first
     if any(type(layer) is Int8Linear for layer in (first, second, gate)):
         p = options.get("dropout_p", 0.0)
-        y = int8_feed_forward(x, first, activation, second, gate) if p == 0.0 else None
+        y = int8_feed_forward(x, first, activation, second, gate) if p == 0.0 and not swapped else None
         if y is not None:
             return y
-        hidden, *gated = linear(x, first).chunk(2 if halves else 1, dim=-1)
+        hidden, *gated = linear(x, first).chunk(2 if halves else 1, dim=-1)[:: -1 if swapped else 1]
         hidden = ACTIVATIONS[activation](hidden)
         if gate is not None:
             hidden = hidden * (gated[0] if halves else linear(x, gate))
         return linear(F.dropout(hidden, p) if p else hidden, second)
     w1 = _weight(first)
-    w1, w3 = w1.chunk(2) if halves else (w1, None if gate is None else gate.weight)
+    w1, w3 = w1.chunk(2)[:: -1 if swapped else 1] if halves else (w1, None if gate is None else gate.weight)
     weights: list[Any] = [w1, first.bias, _weight(second), second.bias, w3]
     x, w1, b1, w2, b2, w3 = as_autocast(x, *weights)
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)

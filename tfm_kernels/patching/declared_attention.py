@@ -25,6 +25,7 @@ class DeclaredAttention:
         projections: names of the children that project queries, keys and values; queries, and keys and values; or all.
         out: name of the child that projects the result, or None.
         norm: name of the child that the one input goes through first, or None.
+        head_norms: names of the children that the queries and the keys of each head go through, or None.
         heads: number of heads, or name of the attribute that holds it.
         kv_heads: the same of the keys and values; None: as many.
         arguments: names of the forward's arguments for queries, keys, values and the mask, or None for the mask.
@@ -50,10 +51,12 @@ class DeclaredAttention:
     mask: str = "keep"
     mask_axis: str | None = None
     weights: bool = False
+    head_norms: tuple[str | None, str | None] = (None, None)
 
     def formula(self) -> str:
         """What a forward is to give, in words."""
-        inner = "softmax(scale q k^T) v" + (" of a causal mask" if self.causal else "")
+        q, k = (each if name is None else f"{name}({each})" for each, name in zip("qk", self.head_norms, strict=True))
+        inner = f"softmax(scale {q} {k}^T) v" + (" of a causal mask" if self.causal else "")
         return f"{inner}, the heads side by side" if self.out is None else f"{self.out}(the heads of {inner})"
 
     def takes(self, module: Any, inputs: Sequence[Any], mask: Any) -> bool:
@@ -75,6 +78,9 @@ class DeclaredAttention:
         if self.norm is not None:
             inputs = [guard.child(module, self.norm)(inputs[0])] * 3
         q, k, v = self._heads(module, inputs)
+        q, k = (
+            t if name is None else guard.child(module, name)(t) for t, name in zip((q, k), self.head_norms, strict=True)
+        )
         mask, bias = self._masks(module, mask, q)
         scale = number(module, self.scale)
         if isinstance(scale, Tensor):  # which may be trained, and which a graph may not read

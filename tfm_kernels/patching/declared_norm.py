@@ -21,18 +21,20 @@ class DeclaredNorm:
     Attributes:
         weight: name of the factor's parameter, or None.
         bias: name of the summand's parameter, or None.
-        eps: name of the attribute that holds what is added to the variance, or the number.
+        eps: name of the attribute that holds what is added to the variance, or the number; None: torch's of RMSNorm.
         eps_outside: the same of what is added to its root.
         unbiased: whether the variance divides by N - 1.
         rms: whether the mean is neither looked for nor taken off.
+        unit_offset: whether the factor is 1 + weight.
     """
 
     weight: str | None = "weight"
     bias: str | None = "bias"
-    eps: str | float = "eps"
+    eps: str | float | None = "eps"
     eps_outside: str | float = 0.0
     unbiased: bool = False
     rms: bool = False
+    unit_offset: bool = False
 
     def names(self) -> dict[str, Any]:
         """Argument of the declaration -> the attribute that it names, or a number, or None."""
@@ -40,14 +42,22 @@ class DeclaredNorm:
 
     def formula(self) -> str:
         """What a forward is to give, in the declaration's words."""
-        weight, bias = "" if self.weight is None else " * weight", "" if self.bias is None else " + bias"
+        factor = " * (1 + weight)" if self.unit_offset else " * weight"
+        weight, bias = "" if self.weight is None else factor, "" if self.bias is None else " + bias"
         if self.rms:
             return f"x / (sqrt(mean(x**2) + eps) + eps_outside){weight}"
         over = "N - 1" if self.unbiased else "N"
         return f"(x - mean) / (sqrt(var + eps) + eps_outside){weight}{bias}, with a variance over {over}"
 
     def parameters(self, norm: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias of a module."""
+        """Factor and summand of a module."""
+        weight, bias = self._held(norm)
+        if self.unit_offset and weight is not None:  # 16 bits near 1 would be few
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            weight, bias = 1.0 + weight.to(wide), None if bias is None else bias.to(wide)
+        return weight, bias
+
+    def _held(self, norm: Any) -> tuple[Tensor | None, Tensor | None]:
         weight, bias = (None if name is None else guard.attribute(norm, name) for name in (self.weight, self.bias))
         return weight, bias
 
@@ -56,12 +66,12 @@ class DeclaredNorm:
         eps, outside = (
             guard.attribute(norm, held) if isinstance(held, str) else held for held in (self.eps, self.eps_outside)
         )
-        return eps if eps is None else float(eps), float(outside)
+        return eps if eps is None else float(eps), float(outside)  # type: ignore[arg-type]
 
     def takes(self, norm: Any, *given: Tensor) -> bool:
         """Whether the parameters are rows of the dtype of a sum of ``given``: then the forward's result has it, too."""
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
-        return all(p is None or (p.dtype == dtype and p.shape == given[0].shape[-1:]) for p in self.parameters(norm))
+        return all(p is None or (p.dtype == dtype and p.shape == given[0].shape[-1:]) for p in self._held(norm))
 
     def run(self, norm: Any, x: Tensor, backend: str | None) -> Tensor:
         """The norm of ``x``."""

@@ -92,6 +92,7 @@ def require_feed_forward(
     module: nn.Module,
     names: tuple[str, str, str | None, str | None],
     activation: str,
+    swapped: bool,
     channels_first: bool,
     drops: tuple[str | None, str | None],
 ) -> str | None:
@@ -101,7 +102,8 @@ def require_feed_forward(
     first, second, gate, norm = layers
     if copy is None or any("forward" in layer.__dict__ for layer in layers if layer) or first.weight.numel() == 0:
         return None
-    rows = _rows(first.weight.flatten(1)[0])
+    weight = first.weight.flatten(1)[0]
+    rows = _rows(weight if weight.is_floating_point() else weight.float())  # of 8 bits
     if rows is None:
         return None
 
@@ -111,9 +113,9 @@ def require_feed_forward(
     def written(x: Tensor) -> Tensor:
         x = x if norm is None else norm(x)
         halves = rows_by(first, x).chunk(2 if gate is first else 1, dim=-1)
-        hidden = ACTIVATIONS[activation](halves[0])
+        hidden = ACTIVATIONS[activation](halves[-1 if swapped else 0])
         if gate is not None:
-            hidden = hidden * (halves[1] if gate is first else rows_by(gate, x))
+            hidden = hidden * (halves[0 if swapped else 1] if gate is first else rows_by(gate, x))
         hidden = nn.functional.dropout(hidden, probability(copy, drops[0]))
         return dropped(copy, drops[1], rows_by(second, hidden))
 
@@ -130,11 +132,14 @@ def require_feed_forward(
         wanted, wrong = attempt(copy, lambda: written(x))
         if wrong is not None or differ(got, wanted):
             inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
-            inner = inner if gate is not first else f"{activation}(a) * b, a and b = {names[0]}(x).chunk(2, -1)"
+            if gate is first:
+                product = f"a * {activation}(b)" if swapped else f"{activation}(a) * b"
+                inner = f"{product}, a and b = {names[0]}(x).chunk(2, -1)"
             numbers = "other numbers" if wrong is None else f"shapes that give none ({wrong})"
+            halves = ", activated the half" if gate is first else ""
             raise ValueError(
                 f"{op}: {cls.__name__}.forward must give {names[1]}({inner}), got {numbers}: activation names one of "
-                f"{', '.join(ACTIVATIONS)}"
+                f"{', '.join(ACTIVATIONS)}{halves}"
             )
         require_dropouts(op, cls, copy, drops, inside, second, lambda: forward(x), lambda: written(x))
         return None

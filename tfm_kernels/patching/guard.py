@@ -175,13 +175,13 @@ def _strange(path: str, module: nn.Module) -> str | None:
     return f"{path} has weights that are no ordinary tensors"
 
 
-def why_not_stock(owner: nn.Module, paths: Iterable[str]) -> str | None:
-    """None where the children at ``paths`` are torch.nn's own and unwatched, else one sentence part for the report."""
+def why_not_stock(owner: nn.Module, paths: Iterable[str], *others: type) -> str | None:
+    """None where the children at ``paths`` are torch.nn's own, or of ``others``, and unwatched, else why not."""
     if hooked_everywhere():
         return GLOBAL_HOOKS
     for path in paths:
         module = child(owner, path)
-        if not original_class(module).__module__.startswith("torch.nn.modules."):
+        if type(module) not in others and not original_class(module).__module__.startswith("torch.nn.modules."):
             return f"{path} is {type(module).__name__}, not a module of torch.nn"
         reason = why_not_left_alone(owner, path)
         if reason is not None:

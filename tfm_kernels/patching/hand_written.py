@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _check
+from ..nn import Int8Linear
 from . import block, declaration, declared_numbers, guard
 from .declared_norm import DeclaredNorm
 from .registry import Recipe, from_forward, register_recipe
@@ -40,6 +41,7 @@ def declare_feed_forward(
     out_dropout: str | None = None,
     norm: str | None = None,
     gate: str | None = None,
+    activated: str = "first",
     channels_first: bool = False,
 ) -> Recipe:
     """Declare that a class is a feed-forward block: second(dropout(activation(first(x)))), with a gate times gate(x).
@@ -56,7 +58,9 @@ def declare_feed_forward(
         out_dropout: the same after ``second``, or None.
         norm: name of the child that x goes through first, or None.
         gate: name of the nn.Linear without bias whose product multiplies the activation, or None. That of ``first``
-            again: its second half multiplies the activation of its first.
+            again: one half of what it gives multiplies the activation of the other.
+        activated: "first" | "second": which half that is, as ``act(a) * b`` (DINOv2) or ``a * act(b)`` (lucidrains'
+            GEGLU) of ``a, b = first(x).chunk(2, -1)``.
         channels_first: whether the forward takes and gives (B, E, T), as convolutions do, instead of (B, T, E).
 
     Returns:
@@ -64,10 +68,17 @@ def declare_feed_forward(
 
     Raises:
         TypeError: ``cls`` is no module class.
-        ValueError: ``activation`` is unknown, or ``norm`` is given with ``channels_first``.
+        ValueError: ``activation`` or ``activated`` is unknown, ``norm`` is given with ``channels_first``, or
+            ``activated="second"`` without a ``gate`` that is ``first``.
     """
     declaration.module_class("declare_feed_forward", cls)
     _check.choice("declare_feed_forward", "activation", activation, ("relu", "gelu", "gelu_tanh", "silu"))
+    _check.choice("declare_feed_forward", "activated", activated, ("first", "second"))
+    if activated == "second" and gate != first:
+        raise ValueError(
+            f"declare_feed_forward: activated must be 'first' where gate is not first, {first!r}, got 'second': of two "
+            "layers, first is the one that is activated"
+        )
     if norm is not None and channels_first:
         raise ValueError(f"declare_feed_forward: norm must be None where channels_first=True, got {norm!r}")
 
@@ -81,7 +92,8 @@ def declare_feed_forward(
             return NotImplemented
         told: dict[str, Any] = {"dropout_p": declaration.probability(self, dropout), "backend": options(self).backend}
         x = x if norm is None else guard.child(self, norm)(x)
-        y = block.feed_forward(x.mT if channels_first else x, layers[0], layers[1], activation, gated, **told)
+        rows, swapped = x.mT if channels_first else x, activated == "second"
+        y = block.feed_forward(rows, layers[0], layers[1], activation, gated, swapped=swapped, **told)
         return declaration.dropped(self, out_dropout, y.mT.contiguous() if channels_first else y)
 
     children, drops = {"first": first, "second": second, "gate": gate}, {"dropout": dropout, "out_dropout": out_dropout}
@@ -98,12 +110,14 @@ def declare_feed_forward(
         ):
             return reason
         parts, drops = (first, second, gate, norm), (dropout, out_dropout)
-        reason = declared_numbers.require_feed_forward(cls, module, parts, activation, channels_first, drops)
+        swapped = activated == "second"
+        reason = declared_numbers.require_feed_forward(cls, module, parts, activation, swapped, channels_first, drops)
         if reason is None and gate is not None and getattr(guard.child(module, gate), "bias", None) is not None:
             return f"{gate} has a bias, and a fused gate has none"
         return reason
 
-    return register_recipe(from_forward(declaration.class_name(cls), cls, run, "feed-forward", covers, check, calls))
+    name, reads = declaration.class_name(cls), (Int8Linear,)
+    return register_recipe(from_forward(name, cls, run, "feed-forward", covers, check, calls, reads))
 
 
 def declare_layer_norm(
@@ -114,6 +128,7 @@ def declare_layer_norm(
     eps: str | float = "eps",
     eps_outside: str | float = 0.0,
     unbiased: bool = False,
+    unit_offset: bool = False,
 ) -> Recipe:
     """Declare that a class is LayerNorm over the last dimension.
 
@@ -131,6 +146,7 @@ def declare_layer_norm(
         eps: name of the attribute that holds what is added to the variance, or the number.
         eps_outside: the same of what is added to its root.
         unbiased: whether the variance divides by N - 1, as ``x.var(-1)`` does.
+        unit_offset: whether the factor is 1 + weight, as in Nemotron.
 
     Returns:
         The recipe, registered.
@@ -138,30 +154,34 @@ def declare_layer_norm(
     Raises:
         TypeError: ``cls`` is no module class.
     """
-    return _declare_norm("declare_layer_norm", cls, DeclaredNorm(weight, bias, eps, eps_outside, unbiased))
+    return _declare_norm(
+        "declare_layer_norm", cls, DeclaredNorm(weight, bias, eps, eps_outside, unbiased, unit_offset=unit_offset)
+    )
 
 
 def declare_rms_norm(
     cls: type[nn.Module],
     *,
     weight: str | None = "weight",
-    eps: str | float = "eps",
+    eps: str | float | None = "eps",
     eps_outside: str | float = 0.0,
+    unit_offset: bool = False,
 ) -> Recipe:
     """Declare that a class is RMSNorm over the last dimension.
 
     y = x / (sqrt(mean(x**2) + eps) + eps_outside) * weight
 
-    ``patch`` tries it on a few rows and refuses a class that gives other numbers, such as one that multiplies by
-    (1 + weight), and leaves one as it is that takes no rows (..., N). It does not see a gradient that the forward cuts.
-    A call whose x has another dtype than the weight runs the forward as it is written. One that divides by
-    ``F.normalize`` has eps=0.0 and eps_outside=1e-12.
+    ``patch`` tries it on a few rows and refuses a class that gives other numbers, and leaves one as it is that takes no
+    rows (..., N). It does not see a gradient that the forward cuts. A call whose x has another dtype than the weight
+    runs the forward as it is written. One that divides by ``F.normalize`` has eps=0.0 and eps_outside=1e-12.
 
     Args:
         cls: the class, matched exactly. Its forward takes x alone.
         weight: name of the factor's parameter, or None.
-        eps: name of the attribute that holds what is added to the mean square, or the number.
+        eps: name of the attribute that holds what is added to the mean square, or the number; None, also where the
+            attribute holds it: that of F.rms_norm, which depends on the dtype.
         eps_outside: the same of what is added to its root.
+        unit_offset: whether the factor is 1 + weight, as in Gemma.
 
     Returns:
         The recipe, registered.
@@ -169,7 +189,9 @@ def declare_rms_norm(
     Raises:
         TypeError: ``cls`` is no module class.
     """
-    return _declare_norm("declare_rms_norm", cls, DeclaredNorm(weight, None, eps, eps_outside, rms=True))
+    return _declare_norm(
+        "declare_rms_norm", cls, DeclaredNorm(weight, None, eps, eps_outside, rms=True, unit_offset=unit_offset)
+    )
 
 
 def _declare_norm(op: str, cls: type[nn.Module], norm: DeclaredNorm) -> Recipe:
@@ -282,7 +304,7 @@ def _of_one(cls: type[nn.Module]) -> Callable[[Callable[[Any, Tensor], Any]], Ca
 
 
 def _pointwise(layer: Any) -> bool:
-    """Whether a layer acts on each position by itself: an nn.Linear, or an nn.Conv1d of width 1."""
+    """Whether a layer acts on each position by itself: a linear one, or an nn.Conv1d of width 1."""
     if not isinstance(layer, nn.Conv1d):
-        return isinstance(layer, nn.Linear)
+        return isinstance(layer, (nn.Linear, Int8Linear))
     return layer.kernel_size == layer.stride == (1,) and layer.groups == 1 and layer.padding in ((0,), "same")

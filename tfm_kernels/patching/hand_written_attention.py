@@ -25,6 +25,8 @@ def declare_attention(
     kv: str | None = None,
     out: str | None,
     norm: str | None = None,
+    query_norm: str | None = None,
+    key_norm: str | None = None,
     heads: str | int,
     kv_heads: str | int | None = None,
     causal: bool | str = False,
@@ -57,6 +59,9 @@ def declare_attention(
         kv: instead of ``key`` and ``value``, name of the child that projects both, as lucidrains' ``to_kv`` does.
         out: name of the child that projects the result, or None.
         norm: name of the child that the input goes through first, as in vit-pytorch, or None.
+        query_norm: name of the child that the queries of each head (B, H, T, D) go through, as timm's ``q_norm``, or
+            None.
+        key_norm: the same of the keys.
         heads: name of the attribute that holds the number of heads ("config.n_head"), or the number.
         kv_heads: the same of the keys and values, where they have fewer heads (grouped queries); None: as many.
         causal: whether the forward itself hides from a query the keys behind it, or name of the attribute that tells.
@@ -107,8 +112,9 @@ def declare_attention(
     if norm is not None and len(set(order[:3])) > 1:
         raise ValueError(f"{op}: norm must be None where queries, keys and values are {order[:3]}, got {norm!r}")
     layers = tuple(projections.values())
+    norms = (query_norm, key_norm)
     declared = DeclaredAttention(
-        layers, out, norm, heads, kv_heads, order, causal, scale, dropout, out_dropout, mask, mask_axis, weights
+        layers, out, norm, heads, kv_heads, order, causal, scale, dropout, out_dropout, mask, mask_axis, weights, norms
     )
     taken = declaration.Arguments(cls, tuple(name for name in order if name is not None))
     unknown = taken.required()
@@ -131,7 +137,7 @@ def declare_attention(
 
     named = declaration.names(
         op,
-        {**projections, "out": out, "norm": norm},
+        {**projections, "out": out, "norm": norm, "query_norm": query_norm, "key_norm": key_norm},
         {
             "heads": heads,
             "kv_heads": kv_heads,
@@ -147,6 +153,6 @@ def declare_attention(
         named(module)
         return declaration.why_not_dropped(module, dropout, out_dropout) or require_attention(cls, module, declared)
 
-    calls = tuple(name for name in (*layers, norm, out, out_dropout) if name is not None)
+    calls = tuple(name for name in (*layers, norm, *norms, out, out_dropout) if name is not None)
     what = "fused attention"
     return register_recipe(from_forward(declaration.class_name(cls), cls, run, what, check=check, calls=calls))

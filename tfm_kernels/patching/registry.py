@@ -155,17 +155,19 @@ def from_forward(
     covers: tuple[str, ...] = (),
     check: Callable[[nn.Module], str | None] | None = None,
     calls: tuple[str, ...] | None = None,
+    reads: tuple[type, ...] = (),
 ) -> Recipe:
     """The recipe of one class: ``run`` in place of its forward, which still runs where ``run`` gives NotImplemented.
 
     ``check(module)`` raises ValueError where what was declared is not true of a module of the class, which recognise
     raises as Refused, and gives part of a sentence where it is to be left as it is. ``calls`` names the children
     that ``run`` calls: the forward runs where one of the others, which it may call, has hooks. None: not looked at.
+    ``reads``: classes, beside torch.nn's own, that the children it covers may have.
     """
     reached = None if calls is None else (*calls, *covers)
 
     def why_not(module: nn.Module) -> str | None:
-        reason = guard.why_not_stock(module, covers)
+        reason = guard.why_not_stock(module, covers, *reads)
         return guard.why_not_unwatched(module, reached) if reason is None and reached is not None else reason
 
     def fuse(original: Any) -> type:
