@@ -109,6 +109,18 @@ def test_export_can_be_saved_and_loaded():
     torch.testing.assert_close(again(x), layer(x))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_binds_no_size(strict):
+    """Of batch, targets or sources, each a Dim without bounds."""
+    batch, targets, sources = map(torch.export.Dim, ("batch", "targets", "sources"))
+    layer = tfk.nn.TransformerDecoderLayer(E, H, FF, batch_first=True, backend="cpu").eval()
+    sizes = ({0: batch, 1: targets}, {0: batch, 1: sources})
+    program = torch.export.export(layer, (TGT, SRC), dynamic_shapes=sizes, strict=strict)
+    assert all(bounds.lower <= 2 and bounds.upper > 1 << 62 for bounds in program.range_constraints.values())
+    x, memory = randn(B + 2, 9, E, dtype=torch.float32), randn(B + 2, 70, E, dtype=torch.float32)
+    torch.testing.assert_close(program.module()(x, memory), layer(x, memory))
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_copied_and_pickled(kind):
     module = model(kind).eval()

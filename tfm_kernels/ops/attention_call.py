@@ -72,7 +72,7 @@ def describe_dense(
     if key.shape[0] != batch:
         raise ValueError(f"{op}: key must have the batch size {batch} of query, got shape {tuple(key.shape)}")
     _check.shape(op, "value", value, (*key.shape[:3], value.shape[3]), f"key {tuple(key.shape)}")
-    if queries >= LONGEST or keys >= LONGEST:
+    if _library.certain(queries >= LONGEST) or _library.certain(keys >= LONGEST):
         raise ValueError(f"{op}: Tq and Tk must be below 2**31, got {queries} and {keys}")
     sizes = (batch, heads, queries, keys)
     bias = check_bias(op, "bias", bias, query, sizes)
