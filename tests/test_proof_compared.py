@@ -1,6 +1,7 @@
 """prove(): everything that a model gives is compared, and where nothing is, nothing passes."""
 
 import dataclasses
+import math
 from collections import namedtuple
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from tfm_kernels.proof import prove_patched
+from tfm_kernels.proof.runs import Call
 
 
 class Linear(nn.Module):
@@ -180,3 +182,14 @@ def test_a_buffer_that_only_the_patched_model_changes_fails():
 
     report = prove(Running(), forward)
     assert {row.tensor for row in report.failures if row.kind == "buffer"} == {"buffer of scale"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_finite_in_float64_stays_so_in_the_models_dtype(dtype):
+    """A mask of the least float64, recorded for a module alone, must not hide whole rows by -inf."""
+    least = torch.finfo(torch.float64).min
+    given = torch.tensor([least, -math.inf, -math.nan, 1.5, -least, math.inf], dtype=torch.float64)
+    (mask,) = Call((given,), {}).to(dtype).args
+    most = torch.finfo(dtype).max
+    wanted = torch.tensor([-most, -math.inf, math.nan, 1.5, most, math.inf], dtype=dtype)
+    torch.testing.assert_close(mask, wanted, rtol=0, atol=0, equal_nan=True)

@@ -52,6 +52,9 @@ def prove(
     is told ``patch(packed=False)``; padded positions of an output that has positions are excepted, with a note.
     Where gradients or steps fail and nothing else does, they are measured again at up to six points nearby, because
     ReLU's kink makes them jump (proof/nearby.py).
+    A query that sees no key, as at padding in front of a causal model, gets 0 from the fused attention, and from the
+    "eager" one of transformers the mean of all values: such a model fails there, and is to be proven with its padding
+    behind.
     In 16 bits, attention that PyTorch would compute in float32 (with dropout, or with a bias that needs a gradient) is
     measured by the same formula in 16 bits, which is what fused attention costs elsewhere.
 

@@ -48,7 +48,7 @@ class Call:
             if not value.is_floating_point():
                 return value.detach().clone()
             wanted = value.requires_grad or all_gradients and not _is_mask(value)
-            return value.detach().clone().to(dtype or value.dtype).requires_grad_(wanted)
+            return _cast(value.detach().clone(), dtype or value.dtype).requires_grad_(wanted)
 
         args, kwargs = pytree.tree_map(fresh, (self.args, self.kwargs))
         return Call(args, kwargs)
@@ -212,6 +212,15 @@ def _tensor(leaf: Any) -> Tensor | None:
     if isinstance(leaf, float):
         return torch.tensor(leaf, dtype=torch.float64)
     return torch.tensor(leaf) if isinstance(leaf, int) else None
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` in ``dtype``, what is finite staying so: a mask of the least float64 must not become one of -inf."""
+    cast = value.to(dtype)
+    if torch.finfo(dtype).max >= torch.finfo(value.dtype).max:
+        return cast
+    limit = torch.finfo(dtype).max
+    return torch.where(value.isfinite(), cast.clamp(-limit, limit), cast)
 
 
 def _is_mask(value: Tensor) -> bool:
