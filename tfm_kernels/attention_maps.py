@@ -84,7 +84,7 @@ def get_attention_maps(
     if not seen:
         raise ValueError(
             f"{_NAME}: model must attend through tfm_kernels, as after tfk.patch(model), and not be compiled; no "
-            f"attention call was seen in {type(model).__name__}"
+            f"attention call was seen in {type(model).__name__}; print(tfk.patch(model)) tells what was kept"
         )
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in seen):
