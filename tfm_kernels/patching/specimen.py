@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import guard
 from .copying import copied
 from .declaration import is_dropout
+from .swap import OPTIONS
 
 _WIDE = (torch.float32, torch.float64)
 _PLAIN = (bool, int, float, str, type(None))
@@ -87,7 +88,8 @@ def _likeness(module: nn.Module) -> Any:
     """What a forward may go by, but for the values of parameters: equal for modules that are alike."""
     found: list[Any] = []
     for name, inner in module.named_modules():
-        attributes = ((key, value) for key, value in inner.__dict__.items() if key not in _OF_TORCH)
+        own = ((key, value) for key, value in inner.__dict__.items() if key not in _OF_TORCH)
+        attributes = ((key, value) for key, value in own if not key.startswith(OPTIONS))  # what patching adds
         plain = ((key, value if isinstance(value, _PLAIN) else id(value)) for key, value in attributes)
         held = ((key, each, True) for key, each in inner._parameters.items())
         kept = ((key, each, False) for key, each in inner._buffers.items())
