@@ -224,14 +224,14 @@ def test_a_residual_of_what_a_sublayer_gave():
 class Gated(nn.Module):
     """Its gate has a bias, as DINOv2's."""
 
-    def __init__(self, packed):
+    def __init__(self, packed, bias=True, act=F.silu):
         super().__init__()
-        self.packed, self.w3 = packed, nn.Linear(32, WIDTH)
-        self.w1, self.w2 = nn.Linear(WIDTH, 64 if packed else 32), nn.Linear(WIDTH, 32)
+        self.packed, self.act, self.w3 = packed, act, nn.Linear(32, WIDTH)
+        self.w1, self.w2 = nn.Linear(WIDTH, 64 if packed else 32, bias), nn.Linear(WIDTH, 32, bias)
 
     def forward(self, x):
         a, b = self.w1(x).chunk(2, -1) if self.packed else (self.w1(x), self.w2(x))
-        return self.w3(F.silu(a) * b)
+        return self.w3(self.act(a) * b)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "apart"])
@@ -239,6 +239,9 @@ def test_a_gate_with_a_bias_is_left_as_it_is(packed):
     gate = "w1" if packed else "w2"
     tfk.patching.declare_feed_forward(Gated, first="w1", second="w3", gate=gate, activation="silu")
     assert notes(tfk.patch(Gated(packed)))[""] == f"because {gate} has a bias, and a fused gate has none"
+    with pytest.raises(ValueError, match="Gated.forward must give"):  # which says nothing of the declaration
+        tfk.patch(Gated(packed, False, F.relu))
+    assert notes(tfk.patch(Gated(packed, False)))[""] == "feed-forward"
 
 
 class Swapped(nn.Module):

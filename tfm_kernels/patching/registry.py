@@ -192,7 +192,8 @@ def from_forward(
             reason = None if check is None else check(module)
         except ValueError as error:
             raise Refused(name, str(error)) from error
-        _true.add(name)
+        if reason is None:
+            _true.add(name)
         return reason or why_not(module) or True
 
     return Recipe(name, recognise, fuse, what, lambda module: [module.get_submodule(path) for path in covers])
