@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from . import guard
-from .declaration import number
+from .declaration import number, probability
 from .declared_attention import AXES, MASKS, DeclaredAttention
-from .specimen import attempt, differ, require_dropouts, specimen, untried
+from .specimen import attempt, differ, fresh, require_dropouts, specimen, untried
 
 _OP = "declare_attention"
 _ROWS = 2
@@ -51,17 +51,20 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
     taken |= _Trial(cls, copy, layers, declared, _LONG).require(declared, [None], _ALONE)
     if declared.arguments[3] is not None:
         taken |= trial.require_masks(declared)
+        if declared.mask_axis is None:  # a mask of two axes may also be one of (B, Tk), where both fit
+            square = _Trial(cls, copy, layers, declared, _ROWS)
+            square.require(declared, square.masks(declared)[-1], _OF_TWO)
     if not taken:
         _, refused = attempt(copy, lambda: trial.forward(None))
         return None if refused is None else untried(refused)
     inside = [inner for layer in called for inner in layer.modules()]
     drops = (declared.dropout, declared.out_dropout)
     forward, written = lambda: _parts(trial.forward(None))[0], lambda: trial.written(declared, None)[0]
-    require_dropouts(_OP, cls, copy, drops, inside, out, forward, written)
+    require_dropouts(_OP, cls, copy, drops, inside, out, forward, written, functools.partial(trial.dropped, declared))
     return None
 
 
-_ALONE, _MASKED = "without a mask", "with a mask"
+_ALONE, _MASKED, _OF_TWO = "without a mask", "with a mask", "with a mask of two axes"
 
 
 class _Trial:
@@ -79,21 +82,35 @@ class _Trial:
             rows = torch.randn(_ROWS, length, layer.in_features, generator=generator, device="cpu")
             self.named[name] = (2 * rows).to(weight.device, weight.dtype)
         self.inputs = [self.named[name] for name in names]
+        self.wrote = False  # whether the forward last wrote into what it was given
 
     def forward(self, mask: Tensor | None) -> Any:
         """What the forward gives."""
         given = self.named if self.last is None else {**self.named, self.last: mask}
-        return self.cls.forward(self.copy, **given)
+        taken = dict(zip(given, fresh(given.values()), strict=True))
+        result = self.cls.forward(self.copy, **taken)
+        self.wrote = not all(torch.equal(t, taken[name]) for name, t in given.items() if isinstance(t, Tensor))
+        return result
 
     def written(self, declared: DeclaredAttention, mask: Any) -> tuple[Any, ...]:
         """What it is to give."""
         return declared.run(self.copy, self.inputs, mask, "reference")
+
+    def dropped(self, declared: DeclaredAttention) -> list[int]:
+        """How many elements each declared dropout acts on."""
+        queries, keys = (t.shape[1] for t in self.inputs[:2])
+        result, _ = attempt(self.copy, lambda: self.written(declared, None)[0].numel())
+        sizes = (_ROWS * self.heads * queries * keys, result)
+        names = (declared.dropout, declared.out_dropout)
+        return [size for size, name in zip(sizes, names, strict=True) if probability(self.copy, name) > 0.0]
 
     def require(self, declared: DeclaredAttention, masks: list[Any], when: str) -> bool:
         """Raises where the forward gives other numbers under one of ``masks``; whether it takes any of them."""
         taken = False
         for mask, got in self._taken(masks):
             taken = True
+            if self.wrote:
+                raise ValueError(f"{_OP}: {self.cls.__name__}.forward must leave what it is given as it is")
             self._require_form(declared.weights, got)
             reason = self._why_not(declared, mask, got)
             if reason is not None:
@@ -161,7 +178,7 @@ class _Trial:
         if declared.mask_axis == "keys":
             found = [place != 3 - torch.arange(_ROWS, device=device)[:, None]]
         elif declared.mask_axis is None:
-            found = [keep[:, None], keep[0]]
+            found = [keep[:, None], keep[0] if self.length > _ROWS else place[:, None] >= place]
         else:
             found = [keep]
         return [self._in_dtypes(each, declared.mask) for each in found]
@@ -181,6 +198,8 @@ class _Trial:
             other = dataclasses.replace(declared, causal=not number(self.copy, declared.causal))
             if any(self._why_not(other, None, got) is None for _, got in self._taken([None])):
                 return f"those of causal={other.causal}"
+        elif when == _OF_TWO:
+            return "mask_axis='keys' says that it is (B, Tk)"
         else:
             guess = self._guess_of_mask(declared)
             if guess is not None:

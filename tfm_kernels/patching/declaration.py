@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._autocast import autocast_dtype
 from . import block, guard
 from .swap import original_class
 
@@ -21,11 +22,6 @@ def module_class(op: str, cls: object) -> None:
     """Refuses what is no class of modules."""
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"{op}: cls must be a subclass of torch.nn.Module, got {cls!r}")
-
-
-def class_name(cls: type) -> str:
-    """The name of a class' recipe."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def names(op: str, children: dict[str, Any], attributes: dict[str, Any] | None = None) -> Callable[[nn.Module], None]:
@@ -93,6 +89,14 @@ class Arguments:
 
 def _same(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, (bool, int, float, str)) and value == default)
+
+
+def of_one_dtype(x: Tensor, *layers: Any) -> bool:
+    """Whether linear layers have the dtype of ``x``, or autocast or 8 bits give them one: else a forward casts."""
+    if autocast_dtype(x.device) is not None:
+        return True
+    weights = (getattr(layer, "weight", None) for layer in layers)
+    return all(w.dtype == x.dtype for w in weights if isinstance(w, Tensor) and w.is_floating_point())
 
 
 def is_dropout(held: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..mask import Mask
 from . import block, guard
-from .declaration import dropped, has_dropout, is_switch, number, parameters, probability
+from .declaration import dropped, has_dropout, is_switch, number, of_one_dtype, parameters, probability
 
 MASKS = ("keep", "hide", "add", "sdpa")
 AXES = ("batch", "heads", "keys")
@@ -65,6 +65,8 @@ class DeclaredAttention:
             return False
         if not (mask is None or isinstance(mask, Tensor)):
             return False
+        if not all(of_one_dtype(t, guard.child(module, name)) for t in inputs for name in self.projections):
+            return False
         if mask is not None and mask.dim() == 3 and self.mask_axis == "keys":
             return False
         if not all(has_dropout(module, name) for name in (self.dropout, self.out_dropout)):
@@ -78,9 +80,8 @@ class DeclaredAttention:
         if self.norm is not None:
             inputs = [guard.child(module, self.norm)(inputs[0])] * 3
         q, k, v = self._heads(module, inputs)
-        q, k = (
-            t if name is None else guard.child(module, name)(t) for t, name in zip((q, k), self.head_norms, strict=True)
-        )
+        if any(self.head_norms):
+            q, k = self._normed(module, (q, k), v.dtype)
         mask, bias = self._masks(module, mask, q)
         scale = number(module, self.scale)
         if isinstance(scale, Tensor):  # which may be trained, and which a graph may not read
@@ -107,6 +108,11 @@ class DeclaredAttention:
         if len(packed) > 1:
             projected[-1:] = projected[-1].split([count * width for count in packed], dim=-1)
         return [block.split_heads(t, count) for t, count in zip(projected, counts, strict=True)]
+
+    def _normed(self, module: Any, heads: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Queries and keys through the norms of each head, which may widen them: in the dtype of the values again."""
+        named = zip(heads, self.head_norms, strict=True)
+        return tuple((t if name is None else guard.child(module, name)(t)).to(dtype) for t, name in named)
 
     def _masks(self, module: Any, given: Any, query: Tensor) -> tuple[Mask | None, Tensor | None]:
         """The mask of a call, and what is added to the scores, as ops.attention takes them."""

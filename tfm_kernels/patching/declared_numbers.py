@@ -5,6 +5,8 @@ Weights that no copy can be made of (on the meta device, sharded), and layers wi
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from ..nn.ffn import ACTIVATIONS
 from . import guard
 from .declaration import dropped, probability
 from .declared_norm import DeclaredNorm
-from .specimen import attempt, differ, require_dropouts, result, specimen, tried
+from .specimen import attempt, differ, fresh, require_dropouts, result, specimen, tried
 
 _WIDE = (torch.float32, torch.float64)
 _WIDTH = 16  # of rows for norms without parameters
@@ -25,14 +27,23 @@ _LEAST = 1e-7  # what is added to a root and smaller is not looked at: some take
 
 def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: DeclaredNorm) -> str | None:
     """Raises where the forward of ``cls`` is not the norm that ``op`` declared; part of a sentence: it refuses rows."""
-    copy = specimen(module)
-    rows = None if copy is None else _rows_of(copy, norm)
+    reason = None
+    for wide in (False, True):  # first in its own dtype; 16 bits show no small differences
+        copy = specimen(module, wide=wide)
+        if copy is None or wide and reason is not None:
+            return reason
+        reason = _require_norm(op, cls, copy, norm)
+    return reason
+
+
+def _require_norm(op: str, cls: type[nn.Module], copy: nn.Module, norm: DeclaredNorm) -> str | None:
+    rows = _rows_of(copy, norm)
     if rows is None:
         return None
     wide = tuple(None if p is None else p.double() for p in norm.parameters(copy))
 
     def require(x: Tensor) -> str | None:
-        got, refused = result(op, cls, copy, lambda: cls.forward(copy, x))
+        got, refused = result(op, cls, copy, functools.partial(cls.forward, copy), x)
         if got is None:
             return refused
         if got.dtype != x.dtype:
@@ -62,18 +73,26 @@ def require_post_norm(
     op, (norm, dropout, sublayer) = "declare_residual", names
     if guard.hooked(guard.child(module, norm)):
         return None
-    copy = specimen(module)
-    x = None if copy is None else _rows_of(guard.child(copy, norm), known)
-    if x is None:
+    copy = specimen(module, wide=True)
+    rows = None if copy is None else _rows_of(guard.child(copy, norm), known)
+    if copy is None or rows is None:
         return None
     inner = guard.child(copy, norm)
     called = [inner] if sublayer is None else [inner, guard.child(copy, sublayer)]
-    layer: Any = (lambda t: 0.3 + 0.7 * t.flip(-1)) if sublayer is None else called[1]
-    written = lambda: inner(x + dropped(copy, dropout, layer(x)))  # noqa: E731
-    wanted, refused = tried(copy, written), None
-    for given in ((x, layer), (x, layer(x))) if sublayer is None else ((x,),):
-        forward = lambda given=given: cls.forward(copy, *given)  # noqa: E731
-        got, refused = result(op, cls, copy, forward)
+    drawn = torch.randn(2, *rows.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(rows)
+    x, other = drawn.unbind()
+    layer: Any = (lambda t: 0.5 * t.roll(1, -1) + other) if sublayer is None else called[1]
+    others = [] if sublayer is None else [None] * (_required(cls) - 1)  # a mask or two that the sublayer takes as well
+    calls: tuple[tuple[Any, ...], ...] = ((x, layer), (x, layer(x))) if sublayer is None else ((x, *others),)
+    written = lambda: inner(x + dropped(copy, dropout, layer(x, *others)))  # noqa: E731
+    if sublayer is not None:
+        given, refused = attempt(copy, lambda: layer(x, *others))
+        if refused is None and not isinstance(given, Tensor):
+            return f"its {sublayer} gives a {type(given).__name__}, not a tensor"
+    wanted, reason = tried(copy, written), None
+    for call in calls:
+        forward = lambda call=call: cls.forward(copy, *fresh(call))  # noqa: E731
+        got, reason = result(op, cls, copy, functools.partial(cls.forward, copy), *call)
         if got is None:
             continue
         if differ(got, wanted):
@@ -84,7 +103,14 @@ def require_post_norm(
         inside = [part for each in called for part in each.modules()]
         require_dropouts(op, cls, copy, (dropout,), inside, None, forward, written)
         return None
-    return refused if sublayer is None else None  # a child may take more than x
+    return reason if sublayer is None else None  # a child may take more than x
+
+
+def _required(cls: type[nn.Module]) -> int:
+    """How many arguments a forward must be given."""
+    taken = list(inspect.signature(cls.forward).parameters.values())[1:]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.default is each.empty and each.kind in kinds for each in taken)
 
 
 def require_feed_forward(
@@ -126,7 +152,7 @@ def require_feed_forward(
     inside = [inner for layer in layers if layer is not None for inner in layer.modules()]
 
     def require(x: Tensor) -> str | None:
-        got, refused = result(op, cls, copy, lambda: forward(x))
+        got, refused = result(op, cls, copy, forward, x)
         if got is None:
             return refused
         wanted, wrong = attempt(copy, lambda: written(x))
@@ -141,7 +167,7 @@ def require_feed_forward(
                 f"{op}: {cls.__name__}.forward must give {names[1]}({inner}), got {numbers}: activation names one of "
                 f"{', '.join(ACTIVATIONS)}{halves}"
             )
-        require_dropouts(op, cls, copy, drops, inside, second, lambda: forward(x), lambda: written(x))
+        require_dropouts(op, cls, copy, drops, inside, second, lambda: forward(x.clone()), lambda: written(x))
         return None
 
     return require(3 * rows) if channels_first else _in_some_shape(3 * rows, require)

@@ -24,7 +24,7 @@ from .. import _check
 from ..nn import Int8Linear
 from . import block, declaration, declared_numbers, guard
 from .declared_norm import DeclaredNorm
-from .registry import Recipe, from_forward, register_recipe
+from .registry import Recipe, from_forward, name_of, register_recipe
 from .specimen import once
 from .swap import options, original_class
 
@@ -90,6 +90,8 @@ def declare_feed_forward(
             return NotImplemented
         if not all(declaration.has_dropout(self, name) for name in (dropout, out_dropout)):
             return NotImplemented
+        if not declaration.of_one_dtype(x, *layers):
+            return NotImplemented
         told: dict[str, Any] = {"dropout_p": declaration.probability(self, dropout), "backend": options(self).backend}
         x = x if norm is None else guard.child(self, norm)(x)
         rows, swapped = x.mT if channels_first else x, activated == "second"
@@ -116,7 +118,7 @@ def declare_feed_forward(
             return f"{gate} has a bias, and a fused gate has none"
         return reason
 
-    name, reads = declaration.class_name(cls), (Int8Linear,)
+    name, reads = name_of(cls), (Int8Linear,)
     return register_recipe(from_forward(name, cls, run, "feed-forward", covers, check, calls, reads))
 
 
@@ -215,7 +217,7 @@ def _declare_norm(op: str, cls: type[nn.Module], norm: DeclaredNorm) -> Recipe:
 
     _norms[cls] = norm
     what = "rms_norm" if norm.rms else "layer_norm"
-    return register_recipe(from_forward(declaration.class_name(cls), cls, run, what, check=check))
+    return register_recipe(from_forward(name_of(cls), cls, run, what, check=check))
 
 
 def declare_residual(
@@ -265,11 +267,16 @@ def declare_residual(
             or not declaration.has_dropout(self, dropout)
         ):
             return NotImplemented
-        y = given[0] if sublayer is None else guard.child(self, sublayer)(x, *args, **kwargs)
-        y = y(x) if sublayer is None and not isinstance(y, Tensor) else y
-        if not isinstance(y, Tensor):
+        if sublayer is not None:
+            y = guard.child(self, sublayer)(x, *args, **kwargs)
+        elif not callable(y := given[0]) and not isinstance(y, Tensor):
             return NotImplemented
-        if y.shape != x.shape or not known.takes(inner, x, y):  # the sum broadcasts, or fails
+        else:
+            y = y if isinstance(y, Tensor) else y(x)
+        if not isinstance(y, Tensor):  # a callable is not called again: it may keep what it was given
+            return NotImplemented if sublayer is not None else cls.forward(self, x, lambda _: y)
+        numbers = x.is_floating_point() and y.is_floating_point()
+        if y.shape != x.shape or not numbers or not known.takes(inner, x, y):  # the sum broadcasts, or fails
             return inner(x + (y if dropout is None else guard.child(self, dropout)(y)))
         return known.run_of_sum(inner, y, x, declaration.probability(self, dropout), options(self).backend)
 
@@ -279,14 +286,25 @@ def declare_residual(
     @once
     def check(module: nn.Module) -> str | None:
         named(module)
+        inner = guard.child(module, norm)
+        known = _norms.get(original_class(inner))
+        if known is None or guard.spans_rows(inner):
+            return f"its {norm} is {type(inner).__name__}, not a norm of the last axis that is known or declared"
         reason = declaration.why_not_dropped(module, dropout)
-        known = _norms.get(original_class(guard.child(module, norm)))
-        if known is None or reason is not None:
-            return reason
-        return declared_numbers.require_post_norm(cls, module, (norm, dropout, sublayer), known)
+        if reason is None and original_class(inner) not in (nn.LayerNorm, nn.RMSNorm):
+            reason = _why_not_norm(inner, norm, known)
+        return reason or declared_numbers.require_post_norm(cls, module, (norm, dropout, sublayer), known)
 
     what = "dropout, sum and norm in one pass"
-    return register_recipe(from_forward(declaration.class_name(cls), cls, run, what, covers, check))
+    return register_recipe(from_forward(name_of(cls), cls, run, what, covers, check))
+
+
+def _why_not_norm(inner: nn.Module, name: str, known: DeclaredNorm) -> str | None:
+    """None where a declared norm is what was declared of its class."""
+    try:
+        return declared_numbers.require_norm("its norm", original_class(inner), inner, known)
+    except ValueError as error:
+        return f"what was declared of its {name} is not true: {error}"
 
 
 def _of_one(cls: type[nn.Module]) -> Callable[[Callable[[Any, Tensor], Any]], Callable[..., Any]]:

@@ -10,7 +10,7 @@ from .. import _check
 from . import declaration
 from .attention_trial import require_attention
 from .declared_attention import AXES, MASKS, DeclaredAttention, names_of_arguments
-from .registry import Recipe, from_forward, register_recipe
+from .registry import Recipe, from_forward, name_of, register_recipe
 from .specimen import once
 from .swap import options
 
@@ -43,11 +43,11 @@ def declare_attention(
     The projections are called as modules, so hooks and adapters on them keep working. ``patch`` tries a copy with other
     parameters on a few rows, without a mask, with one, and in training, and refuses a class that gives other numbers.
     It believes layers other than nn.Linear, which it cannot try, and leaves a module as it is whose forward refuses
-    such rows. It does not see what a forward does by its state (a cache that an attribute switches on), at large scores
-    alone (a cap) or to gradients (``detach``). A call that gives arguments that are not declared anything but their
-    defaults runs the forward as it is written. A row that may see no key gives 0 before ``out``, where code that fills
-    with -1e9 gives the mean of hidden values. An attribute in which the forward keeps its weights for pictures, such as
-    ``self.attn``, is not written: ``tfk.get_attention_maps`` gives the weights.
+    such rows. It does not see what a forward does beyond 70 tokens (a longer window), by its state (a cache that an
+    attribute switches on), at large scores alone (a cap) or to gradients (``detach``). A call that gives arguments that
+    are not declared anything but their defaults runs the forward as it is written. A row that may see no key gives 0
+    before ``out``, where code that fills with -1e9 gives the mean of hidden values. An attribute in which the forward
+    keeps its weights for pictures, such as ``self.attn``, is not written: ``tfk.get_attention_maps`` gives the weights.
 
     Args:
         cls: the class, matched exactly.
@@ -155,4 +155,4 @@ def declare_attention(
 
     calls = tuple(name for name in (*layers, norm, *norms, out, out_dropout) if name is not None)
     what = "fused attention"
-    return register_recipe(from_forward(declaration.class_name(cls), cls, run, what, check=check, calls=calls))
+    return register_recipe(from_forward(name_of(cls), cls, run, what, check=check, calls=calls))

@@ -16,6 +16,8 @@ from .specimen import one_patch
 
 _HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
+_Before = tuple[nn.Module, swap.Options | None, type]  # what a module was: its options, where it was fused, and class
+
 
 def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backend: str | None = None) -> PatchReport:
     """Put the fused layers into an existing model, in place.
@@ -70,7 +72,7 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     _check(model, packed, freeze, backend)
     covered: dict[int, str] = {}
     entries, modules = [], []
-    undo: list[tuple[nn.Module, swap.Options | None]] = []
+    undo: list[_Before] = []
     thawed = [module for module in model.modules() if frozen.thaw(module)]
     kept: list[nn.Module] = []
     undone = functools.partial(_undo, undo, kept, thawed)
@@ -145,7 +147,7 @@ def _check(model: object, packed: object, freeze: object, backend: object) -> No
 
 
 def _switch_attention(
-    model: nn.Module, backend: str | None, packed: bool, undo: list[tuple[nn.Module, swap.Options | None]]
+    model: nn.Module, backend: str | None, packed: bool, undo: list[_Before]
 ) -> dict[int, tuple[bool, str]]:
     """Sends the attention of all transformers models to us: id of a model -> (replaced, note)."""
     told = {}
@@ -156,7 +158,7 @@ def _switch_attention(
         for inner, options in before:
             if id(inner) in taken:
                 told[id(inner)] = True, "attention through transformers' AttentionInterface"
-                undo.append((inner, options))
+                undo.append((inner, options, type(inner)))
             else:
                 why = reason or huggingface.why_not(inner) or "it did not take the attention implementation"
                 told[id(inner)] = False, f"because {why}"
@@ -169,13 +171,13 @@ def _apply(
     padded: str | None,
     backend: str | None,
     covered: dict[int, str],
-    undo: list[tuple[nn.Module, swap.Options | None]],
+    undo: list[_Before],
     refusals: list[tuple[str, Refused]],
 ) -> tuple[bool, str]:
     """Tries every recipe on one module, those that pack unless ``padded`` says why not: (replaced, note)."""
     before = module.__dict__.get(swap.OPTIONS) if swap.is_fused(module) else None
     if before is not None:
-        undo.append((module, before))
+        undo.append((module, before, type(module)))
         if swap.is_derived(module):
             swap.note(module, replace(before, backend=backend, packed=padded is None))
             return True, f"by {before.recipe}, before its class was derived from"
@@ -197,7 +199,7 @@ def _apply(
         for inner in recipe.covers(module):
             covered.setdefault(id(inner), name or "the model")
         if before is None:
-            undo.append((module, None))
+            undo.append((module, None, type(module)))
         swap.swap(module, swap.Options(recipe.name, backend, padded is None))
         return True, f"{recipe.what}; not more, because {reason}" if reason else recipe.what
     return (False, f"because {reason}") if reason else _left(module)
@@ -232,13 +234,13 @@ def _notes(entries: list[Entry]) -> list[str]:
     return []
 
 
-def _undo(undo: list[tuple[nn.Module, swap.Options | None]], kept: list[nn.Module], thawed: list[nn.Module]) -> None:
+def _undo(undo: list[_Before], kept: list[nn.Module], thawed: list[nn.Module]) -> None:
     for module in kept:
         frozen.thaw(module)
     for module in thawed:
         frozen.freeze(module)
-    huggingface.switch_back(module for module, before in undo if before is None and huggingface.is_model(module))
-    for module, before in undo:
+    huggingface.switch_back(module for module, before, _ in undo if before is None and huggingface.is_model(module))
+    for module, before, cls in undo:
         if before is not None:
             if huggingface.is_model(module):
                 module.__dict__[swap.OPTIONS] = before
@@ -247,6 +249,6 @@ def _undo(undo: list[tuple[nn.Module, swap.Options | None]], kept: list[nn.Modul
                 swap.note(module, before)
             else:
                 swap.restore(module)
-                swap.swap(module, before)
+                swap.again(module, cls, before)
         else:
             swap.restore(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ class Refused(ValueError):
 
 
 _recipes: list[Recipe] = []
+_classes: dict[str, type] = {}  # name of a recipe -> the one class it is for
 _true: set[str] = set()  # names of recipes whose declaration was found true of some module
 
 
@@ -78,6 +80,18 @@ def register_recipe(recipe: Recipe, *, first: bool = True) -> Recipe:
     _recipes.insert(0 if first else len(_recipes), recipe)
     swap.declare(recipe.name, recipe.fuse)
     return recipe
+
+
+def name_of(cls: type) -> str:
+    """The name of a class' recipe, by which pickles know it: that of the class, with a number for others of one name.
+
+    A function makes a class of the same name in each call, and so does a cell of a notebook that is run again.
+    """
+    plain = f"{cls.__module__}.{cls.__qualname__}"
+    for name in itertools.chain([plain], (f"{plain}#{number}" for number in itertools.count(2))):
+        if _classes.setdefault(name, cls) is cls:
+            return name
+    raise AssertionError
 
 
 def backend(module: nn.Module) -> str | None:
@@ -140,8 +154,7 @@ def recipe(cls: type[nn.Module], *, what: str = "a registered recipe", covers: I
             guard.require_child("recipe", "covers", module, path)
 
     def register(forward: Callable[..., Any]) -> Callable[..., Any]:
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        register_recipe(from_forward(name, cls, forward, what, paths, check))
+        register_recipe(from_forward(name_of(cls), cls, forward, what, paths, check))
         return forward
 
     return register

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import guard
 from .copying import copied
@@ -19,11 +20,19 @@ from .swap import OPTIONS
 _WIDE = (torch.float32, torch.float64)
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = frozenset(nn.Module().__dict__)  # what every module holds: hooks, which count by themselves, and its mode
+_NOISE = 65537  # numbers, a prime: rows of a parameter differ though they are drawn once
 _patches = 0  # calls of patch() that have begun or ended
+
+
+class CannotBeTried(Exception):
+    """Part of a sentence for the report: a module is to be left as it is, because nothing tells what it computes."""
 
 
 def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     """A copy that evaluates, without hooks and with other parameters, which nothing hides behind; None: it has none.
+
+    Raises:
+        CannotBeTried: it cannot be copied, or its copy holds parts of the module itself.
 
     A bias of 0, a factor of 1 or an output layer that begins at 0 would make one forward look like another. A ``wide``
     one computes in float32 where the module does in 16 bits.
@@ -34,19 +43,22 @@ def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     kept = [value for inner in module.modules() for value in inner.__dict__.values() if isinstance(value, Tensor)]
     try:
         copy = copied(module, {id(value): value.detach().clone() for value in kept})  # weights for pictures
-    except Exception:  # a module may refuse to be copied
-        return None
-    generator = torch.Generator("cpu").manual_seed(0)
+    except Exception as error:  # a module may refuse to be copied
+        raise CannotBeTried(f"its copy could not be tried: {type(error).__name__}: {error}") from error
+    if _parts(copy) & _parts(module):
+        raise CannotBeTried("a copy of it, to be tried, would share parts with it")
+    noise = torch.rand(_NOISE, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu") - 0.5
     for inner in copy.modules():
         for hooks in (inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks):
             hooks.clear()
     with torch.no_grad():
         for parameter in copy.parameters():
             if parameter.is_floating_point():
-                noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
                 reach = 3.46 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.7  # a deviation of 1, of 0.5
-                noise = noise.sub_(0.5).mul_(reach).to(parameter.device, parameter.dtype)
-                parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+                drawn = (noise * reach).to(parameter.device, parameter.dtype)
+                drawn = drawn.repeat(-(-parameter.numel() // _NOISE))[: parameter.numel()].view(parameter.shape)
+                parameter.copy_(drawn if parameter.dim() > 1 else parameter + drawn)
+                noise = noise.roll(1 + parameter.numel() % 8191)  # parameters of one shape differ
     if wide and any(each.dtype in (torch.float16, torch.bfloat16) for each in held):
         copy.float()
     return copy.eval()
@@ -67,7 +79,10 @@ def once(require: Callable[[nn.Module], str | None]) -> Callable[[nn.Module], st
             asked_in = _patches
         likeness = _likeness(module)
         if likeness not in answers:
-            answers[likeness] = require(module)
+            try:
+                answers[likeness] = require(module)
+            except CannotBeTried as reason:
+                answers[likeness] = str(reason)
         return answers[likeness]
 
     return check
@@ -99,14 +114,32 @@ def _likeness(module: nn.Module) -> Any:
 
 
 def _describe(tensor: Tensor, trained: bool) -> Any:
-    whole = trained or type(tensor) is not Tensor or tensor.is_meta or tensor.is_complex() or tensor.is_quantized
-    return type(tensor), tensor.shape, tensor.dtype, tensor.device, 0.0 if whole else float(tensor.sum())
+    if tensor.is_nested:
+        return id(tensor)
+    whole = trained or type(tensor) is not Tensor or tensor.is_meta
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, None if whole else _content(tensor)
+
+
+def _content(tensor: Tensor) -> Any:
+    """Equal for buffers that hold the same, bit for bit."""
+    try:
+        return hash(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    except (RuntimeError, TypeError):  # of a kind that is no row of bytes
+        return id(tensor)
+
+
+def _parts(module: nn.Module) -> set[int]:
+    """Ids of modules and parameters, and where buffers and parameters lie in memory."""
+    tensors = [*module.parameters(), *module.buffers()]
+    places = (each.untyped_storage().data_ptr() for each in tensors if each.layout == torch.strided)
+    return {*map(id, module.modules()), *map(id, tensors), *filter(None, places)}
 
 
 def attempt(copy: nn.Module, run: Callable[[], Any]) -> tuple[Any, Exception | None]:
     """What a forward gives, or why it does not, leaving random numbers as they were; not compiled."""
     devices = {parameter.device for parameter in copy.parameters()}
-    state = random.getstate()
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    other = None if numpy is None else numpy.random.get_state()
     try:
         with ExitStack() as stack:
             for kind in {device.type for device in devices}:
@@ -120,6 +153,8 @@ def attempt(copy: nn.Module, run: Callable[[], Any]) -> tuple[Any, Exception | N
         return None, error
     finally:
         random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(other)
 
 
 def tried(copy: nn.Module, run: Callable[[], Any]) -> Tensor | None:
@@ -128,19 +163,35 @@ def tried(copy: nn.Module, run: Callable[[], Any]) -> Tensor | None:
     return got if isinstance(got, Tensor) and bool(got.isfinite().all()) else None
 
 
-def result(op: str, cls: type[nn.Module], copy: nn.Module, run: Callable[[], Any]) -> tuple[Tensor | None, str | None]:
-    """What a forward that gives one tensor gives; or None, and part of a sentence for what it refuses.
+def result(
+    op: str, cls: type[nn.Module], copy: nn.Module, run: Callable[..., Any], *given: Any
+) -> tuple[Tensor | None, str | None]:
+    """What a forward, ``run`` of ``given``, that gives one tensor gives; or None, and part of a sentence why not.
 
     Raises:
-        ValueError: it gives something else.
+        ValueError: it gives something else, or writes into what it is given.
     """
-    got, refused = attempt(copy, run)
+    taken = fresh(given)
+    got, refused = attempt(copy, lambda: run(*taken))
+    require_unwritten(op, cls, given, taken)
     if refused is not None:
         return None, untried(refused)
     if not isinstance(got, Tensor):
         held = f" of {len(got)}" if isinstance(got, (tuple, list)) else ""
         raise ValueError(f"{op}: {cls.__name__}.forward must give a tensor, got a {type(got).__name__}{held}")
     return got, None
+
+
+def fresh(given: Iterable[Any]) -> list[Any]:
+    """Arguments of which a forward may write into the tensors."""
+    return [each.clone() if isinstance(each, Tensor) else each for each in given]
+
+
+def require_unwritten(op: str, cls: type[nn.Module], given: Iterable[Any], taken: Iterable[Any]) -> None:
+    """Raises where a forward wrote into the tensors that it has ``taken``."""
+    for before, after in zip(given, taken, strict=True):
+        if isinstance(before, Tensor) and not torch.equal(before, after):
+            raise ValueError(f"{op}: {cls.__name__}.forward must leave what it is given as it is, and writes into it")
 
 
 def untried(refused: Exception) -> str:
@@ -160,7 +211,7 @@ def differ(got: Tensor | None, wanted: Tensor | None) -> bool:
         return False
     found, named = got[finite].double(), wanted[finite].double()
     size = float(named.abs().max().clamp(min=1e-30))  # NaN where one is
-    return not float((found - named).abs().max()) <= (1e-4 if got.dtype in _WIDE else 5e-2) * size
+    return not float((found - named).abs().max()) <= (2e-5 if got.dtype in _WIDE else 5e-2) * size
 
 
 def require_dropouts(
@@ -172,11 +223,14 @@ def require_dropouts(
     last: Any,
     forward: Callable[[], Any],
     written: Callable[[], Any],
+    sizes: Callable[[], list[int]] | None = None,
 ) -> None:
     """Raises where ``forward`` in training does not drop what ``written`` does, by each of ``drops`` and no other.
 
     What is ``inside`` of the layers is theirs to apply. The declared ones drop nothing, and in turn everything. The
     layer that comes ``last`` is given a bias, without which nothing that goes in and nothing that comes out look alike.
+    Then all of them drop at 0.5, as many elements as ``sizes`` says or else as ``written`` does, and in that case the
+    same: one that acts twice, or on something else that is 0 where the right one is.
     """
     held = {name: guard.attribute(copy, name) for name in drops if name is not None}
     held = {name: each for name, each in held.items() if each is not None}
@@ -191,11 +245,7 @@ def require_dropouts(
     for inner in copy.modules():
         inner.training = inner not in inside
     for chosen in (None, *held):
-        for name, each in held.items():
-            if not isinstance(each, nn.Module):
-                setattr(copy, name, float(name == chosen))
-            elif not isinstance(each, nn.Identity):
-                each.p = float(name == chosen)  # type: ignore[assignment]
+        _set(copy, held, {name: float(name == chosen) for name in held})
         if not differ(tried(copy, forward), tried(copy, written)):
             continue
         if chosen is None:
@@ -204,3 +254,57 @@ def require_dropouts(
         else:
             what = f"by {chosen!r} what is declared, got others dropped"
         raise ValueError(f"{op}: {cls.__name__}.forward in training must drop {what}")
+    _set(copy, held, dict.fromkeys(held, 0.5))
+    got, drawn = _seeded(copy, forward)
+    wanted, named = _seeded(copy, written)
+    if got is None or wanted is None:
+        return
+    if sizes is not None:
+        named, wanted = sizes(), None
+    if sorted(drawn) != sorted(named) or differ(got, wanted):
+        names = " and ".join(map(repr, held)) or "no dropout"
+        raise ValueError(
+            f"{op}: {cls.__name__}.forward in training must drop by {names} what is declared, got others dropped, in "
+            "another place or twice"
+        )
+
+
+def _set(copy: nn.Module, held: dict[str, Any], p: dict[str, float]) -> None:
+    for name, each in held.items():
+        if not isinstance(each, nn.Module):
+            setattr(copy, name, p[name])
+        elif not isinstance(each, nn.Identity):
+            each.p = p[name]  # type: ignore[assignment]
+
+
+class _Drawn(TorchDispatchMode):
+    """Counts the elements of each tensor of random numbers that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import torch._dynamo: seconds, and nothing here is compiled
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in operator.tags and isinstance(result, Tensor):
+            self.sizes.append(result.numel())
+        return result
+
+
+def _seeded(copy: nn.Module, run: Callable[[], Any]) -> tuple[Tensor | None, list[int]]:
+    """What a run gives from one and the same seed, and the sizes of the random tensors that it draws."""
+    drawn = _Drawn()
+
+    def seeded() -> Any:
+        torch.default_generator.manual_seed(0)
+        for device in {each.device for each in copy.parameters() if each.is_cuda}:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        with drawn:
+            return run()
+
+    return tried(copy, seeded), drawn.sizes

@@ -106,6 +106,12 @@ def swap(module: nn.Module, told: Options) -> None:
     note(module, told)
 
 
+def again(module: nn.Module, fused: type, told: Options) -> None:
+    """Gives a module the fused class that it had, whatever was declared meanwhile."""
+    module.__class__ = fused
+    note(module, told)
+
+
 def note(module: nn.Module, told: Options) -> None:
     """Gives a fused module its options, or new ones."""
     module.__dict__[OPTIONS] = told
@@ -241,9 +247,10 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
 
 def _rebuild(original: Any, recipe: str) -> nn.Module:
     """An empty module of the fused class, for copy and pickle to fill."""
-    if recipe in _builders:
-        original = fused_class(original, recipe)
-        return original.__new__(original)
+    for name in (recipe, recipe.partition("#")[0]):  # of several classes of one name this process may have one
+        if name in _builders:
+            original = fused_class(original, name)
+            return original.__new__(original)
     warnings.warn(
         f"patch: the recipe {recipe!r} is not registered in this process, so {original.__name__} runs its own code",
         stacklevel=2,
