@@ -240,6 +240,42 @@ class DropsAfter(Perceptron):
         return self.drop(F.gelu(hidden))
 
 
+class DropsAsOnAGpu(Perceptron):
+    """F.dropout there is this operator, which gives what it drew beside the result."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.before, self.p = before, 0.1
+
+    def act(self, hidden):
+        drop = lambda t: torch.native_dropout(t, self.p, True)[0] if self.training and self.p else t
+        return F.gelu(drop(hidden)) if self.before else drop(F.gelu(hidden))
+
+
+class AttendsAsOnAGpu(Attention):
+    """Fused attention draws inside of one operator, as a mode sees it."""
+
+    def forward(self, x):
+        return self.merge(attend(*self.split(x), self.drop.p if self.training else 0.0)[0])
+
+
+@torch.library.custom_op("tfm_kernels_tests::attend", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p), q.new_zeros(1)
+
+
+def test_random_numbers_inside_of_attention_are_believed():
+    attention(AttendsAsOnAGpu, dropout="drop")
+    assert notes(tfk.patch(AttendsAsOnAGpu()))[""] == "fused attention"
+
+
+def test_dropout_is_seen_in_either_form():
+    feed_forward(DropsAsOnAGpu, dropout="p")
+    with pytest.raises(ValueError, match="in another place or twice"):
+        tfk.patch(DropsAsOnAGpu(before=True))
+    assert notes(tfk.patch(DropsAsOnAGpu(before=False)))[""] == "feed-forward"
+
+
 @pytest.mark.parametrize(
     "make",
     [

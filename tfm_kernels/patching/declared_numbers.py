@@ -27,13 +27,11 @@ _LEAST = 1e-7  # what is added to a root and smaller is not looked at: some take
 
 def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: DeclaredNorm) -> str | None:
     """Raises where the forward of ``cls`` is not the norm that ``op`` declared; part of a sentence: it refuses rows."""
-    reason = None
-    for wide in (False, True):  # first in its own dtype; 16 bits show no small differences
-        copy = specimen(module, wide=wide)
-        if copy is None or wide and reason is not None:
-            return reason
-        reason = _require_norm(op, cls, copy, norm)
-    return reason
+    copy = specimen(module)
+    reason = None if copy is None else _require_norm(op, cls, copy, norm)
+    if copy is None or reason is not None or all(each.dtype in _WIDE for each in copy.parameters()):
+        return reason
+    return _require_norm(op, cls, specimen(module, wide=True), norm)  # 16 bits show no small differences
 
 
 def _require_norm(op: str, cls: type[nn.Module], copy: nn.Module, norm: DeclaredNorm) -> str | None:

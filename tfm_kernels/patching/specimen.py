@@ -257,7 +257,7 @@ def require_dropouts(
     _set(copy, held, dict.fromkeys(held, 0.5))
     got, drawn = _seeded(copy, forward)
     wanted, named = _seeded(copy, written)
-    if got is None or wanted is None:
+    if got is None or wanted is None or drawn is None or named is None:
         return
     if sizes is not None:
         named, wanted = sizes(), None
@@ -278,25 +278,35 @@ def _set(copy: nn.Module, held: dict[str, Any], p: dict[str, float]) -> None:
 
 
 class _Drawn(TorchDispatchMode):
-    """Counts the elements of each tensor of random numbers that is made."""
+    """Counts the elements of each tensor of random numbers that is made, where they are not drawn inside of attention.
+
+    Attributes:
+        sizes: how many each has; None where not all are known.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[int] = []
+        self.sizes: list[int] | None = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # which would import torch._dynamo: seconds, and nothing here is compiled
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operator(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in operator.tags and isinstance(result, Tensor):
-            self.sizes.append(result.numel())
+        kwargs = kwargs or {}
+        result = operator(*args, **kwargs)
+        named = operator._schema.arguments
+        told = {each.name: each.default_value for each in named if each.has_default_value()}
+        told |= {each.name: value for each, value in zip(named, args, strict=False)} | kwargs
+        draws = torch.Tag.nondeterministic_seeded in operator.tags and told.get("dropout_p") != 0.0
+        if draws and self.sizes is not None:
+            drawn = result[0] if operator is torch.ops.aten.native_dropout.default else result  # F.dropout's on a GPU
+            self.sizes = [*self.sizes, drawn.numel()] if isinstance(drawn, Tensor) else None
         return result
 
 
-def _seeded(copy: nn.Module, run: Callable[[], Any]) -> tuple[Tensor | None, list[int]]:
-    """What a run gives from one and the same seed, and the sizes of the random tensors that it draws."""
+def _seeded(copy: nn.Module, run: Callable[[], Any]) -> tuple[Tensor | None, list[int] | None]:
+    """What a run gives from one and the same seed, and the sizes of the random tensors that it draws, where known."""
     drawn = _Drawn()
 
     def seeded() -> Any:
