@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -91,10 +91,13 @@ def _same(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, (bool, int, float, str)) and value == default)
 
 
-def of_one_dtype(x: Tensor, *layers: Any) -> bool:
-    """Whether linear layers have the dtype of ``x``, or autocast or 8 bits give them one: else a forward casts."""
+def of_one_dtype(inputs: Sequence[Tensor], layers: Iterable[Any]) -> bool:
+    """Whether linear layers have the dtype of all inputs, or autocast or 8 bits give them one: else a forward casts."""
+    x = inputs[0]
     if autocast_dtype(x.device) is not None:
         return True
+    if any(other.dtype != x.dtype for other in inputs[1:]):
+        return False
     weights = (getattr(layer, "weight", None) for layer in layers)
     return all(w.dtype == x.dtype for w in weights if isinstance(w, Tensor) and w.is_floating_point())
 

@@ -65,7 +65,7 @@ class DeclaredAttention:
             return False
         if not (mask is None or isinstance(mask, Tensor)):
             return False
-        if not all(of_one_dtype(t, guard.child(module, name)) for t in inputs for name in self.projections):
+        if not of_one_dtype(inputs, (guard.child(module, name) for name in self.projections)):
             return False
         if mask is not None and mask.dim() == 3 and self.mask_axis == "keys":
             return False

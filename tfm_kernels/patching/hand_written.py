@@ -90,7 +90,7 @@ def declare_feed_forward(
             return NotImplemented
         if not all(declaration.has_dropout(self, name) for name in (dropout, out_dropout)):
             return NotImplemented
-        if not declaration.of_one_dtype(x, *layers):
+        if not declaration.of_one_dtype((x,), (*layers, gated)):
             return NotImplemented
         told: dict[str, Any] = {"dropout_p": declaration.probability(self, dropout), "backend": options(self).backend}
         x = x if norm is None else guard.child(self, norm)(x)
