@@ -359,3 +359,40 @@ def test_queries_and_keys_of_each_head_may_be_normed():
     with tfk.patch(model) as report:
         model(x.float())
         assert seen == [1] and not report.fallbacks and notes(report)[""] == "fused attention"
+
+
+def test_arguments_of_every_kind():
+    """By place alone, by name alone, and behind a decorator that hides them."""
+
+    class ByPlace(NormedHeads):
+        def forward(self, x, /, mask=None):
+            return super().forward(x)
+
+    class ByName(Swapped):
+        def forward(self, *, hidden):
+            return super().forward(hidden)
+
+    class Hidden(Swapped):
+        def forward(self, *args):
+            return super().forward(*args)
+
+    class NormByName(UnitOffset):
+        def forward(self, *, hidden):
+            return super().forward(hidden)
+
+    norms = dict(query_norm="q_norm", key_norm="k_norm")
+    tfk.patching.declare_attention(ByPlace, qkv="qkv", out="proj", heads="heads", arguments=("x", None), **norms)
+    for cls in (ByName, Hidden):
+        tfk.patching.declare_feed_forward(
+            cls, first="w12", second="w3", gate="w12", activation="gelu", activated="second"
+        )
+    tfk.patching.declare_rms_norm(NormByName, eps=1e-6, unit_offset=True)
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, WIDTH)
+    for cls in (ByPlace, ByName, Hidden, NormByName):
+        model = cls()
+        given = ((), {"hidden": x}) if cls in (ByName, NormByName) else ((x,), {})
+        wanted = model(*given[0], **given[1])
+        with tfk.patch(model) as report:
+            torch.testing.assert_close(model(*given[0], **given[1]), wanted)
+            assert not notes(report)[""].startswith("because") and not report.fallbacks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import guard
-from .declaration import number, probability
+from .declaration import calling, number, probability
 from .declared_attention import AXES, MASKS, DeclaredAttention
 from .specimen import attempt, differ, fresh, require_dropouts, specimen, untried
 
@@ -87,9 +87,10 @@ class _Trial:
     def forward(self, mask: Tensor | None) -> Any:
         """What the forward gives."""
         given = self.named if self.last is None else {**self.named, self.last: mask}
-        taken = dict(zip(given, fresh(given.values()), strict=True))
-        result = self.cls.forward(self.copy, **taken)
-        self.wrote = not all(torch.equal(t, taken[name]) for name, t in given.items() if isinstance(t, Tensor))
+        taken = fresh(given.values())
+        result = calling(self.cls, *given)(self.copy, *taken)
+        both = zip(given.values(), taken, strict=True)
+        self.wrote = not all(torch.equal(before, after) for before, after in both if isinstance(before, Tensor))
         return result
 
     def written(self, declared: DeclaredAttention, mask: Any) -> tuple[Any, ...]:

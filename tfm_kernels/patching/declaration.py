@@ -43,6 +43,18 @@ def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(each.name for each in _taken(cls) if each.kind not in _ANY_NUMBER)
 
 
+def calling(cls: type[nn.Module], *names: str) -> Callable[..., Any]:
+    """The forward of ``cls`` as a function of a module and of the arguments of these names, in that order."""
+    kinds = {each.name: each.kind for each in _taken(cls)}
+
+    def call(module: nn.Module, *given: Any) -> Any:
+        told = dict(zip(names, given, strict=True))
+        by_place = [told.pop(name) for name in names if kinds[name] is inspect.Parameter.POSITIONAL_ONLY]
+        return cls.forward(module, *by_place, **told)
+
+    return call if names else cls.forward
+
+
 def is_switch(cls: type[nn.Module], name: str) -> bool:
     """Whether a forward's argument has a default that is neither a tensor nor None, as ``use_cache=False``."""
     default = inspect.signature(cls.forward).parameters[name].default

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..nn.ffn import ACTIVATIONS
 from . import guard
-from .declaration import dropped, probability
+from .declaration import calling, dropped, parameters, probability
 from .declared_norm import DeclaredNorm
 from .specimen import attempt, differ, fresh, require_dropouts, result, specimen, tried
 
@@ -41,7 +41,7 @@ def _require_norm(op: str, cls: type[nn.Module], copy: nn.Module, norm: Declared
     wide = tuple(None if p is None else p.double() for p in norm.parameters(copy))
 
     def require(x: Tensor) -> str | None:
-        got, refused = result(op, cls, copy, functools.partial(cls.forward, copy), x)
+        got, refused = result(op, cls, copy, functools.partial(_forward_of_one(cls), copy), x)
         if got is None:
             return refused
         if got.dtype != x.dtype:
@@ -144,7 +144,7 @@ def require_feed_forward(
         return dropped(copy, drops[1], rows_by(second, hidden))
 
     def forward(x: Tensor) -> Any:
-        got = cls.forward(copy, x.mT if channels_first else x)
+        got = _forward_of_one(cls)(copy, x.mT if channels_first else x)
         return got.mT if channels_first and isinstance(got, Tensor) else got
 
     inside = [inner for layer in layers if layer is not None for inner in layer.modules()]
@@ -169,6 +169,10 @@ def require_feed_forward(
         return None
 
     return require(3 * rows) if channels_first else _in_some_shape(3 * rows, require)
+
+
+def _forward_of_one(cls: type[nn.Module]) -> Callable[..., Any]:
+    return calling(cls, *parameters(cls)[:1])
 
 
 def _in_some_shape(rows: Tensor, require: Callable[[Tensor], str | None]) -> str | None:

@@ -313,8 +313,8 @@ def _of_one(cls: type[nn.Module]) -> Callable[[Callable[[Any, Tensor], Any]], Ca
 
     def taking(run: Callable[[Any, Tensor], Any]) -> Callable[..., Any]:
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            bound = declaration.bind(names, args, kwargs)
-            return NotImplemented if bound is None or any(bound[1:]) else run(self, *bound[0])
+            bound = declaration.bind(names, args, kwargs) if names else (args[:1], args[1:], kwargs)
+            return NotImplemented if bound is None or not bound[0] or any(bound[1:]) else run(self, *bound[0])
 
         return called
 
