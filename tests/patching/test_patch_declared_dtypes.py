@@ -9,6 +9,7 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tests.patching.attentions import HEADS, WIDTH
+from tests.patching.models import assert_as_exact
 from tests.patching.test_patch_declaration import recipes  # noqa: F401
 from tests.patching.test_patch_declared_trials import notes
 from tests.patching.test_patch_declared_unseen import Attention, Perceptron, X, attention, feed_forward
@@ -50,10 +51,12 @@ def test_norms_of_heads_that_widen(cast):
         for norm in (model.q_norm, model.k_norm):
             norm.float()
         x = X.bfloat16()
+    exact = {"output": copy.deepcopy(model).double()(x.double())}
     patched = copy.deepcopy(model)
     assert notes(tfk.patch(patched))[""] == "fused attention"
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not cast):
-        torch.testing.assert_close(patched(x), model(x), rtol=0.05, atol=0.02)
+        found, stock = ({"output": each(x).double()} for each in (patched, model))
+    assert_as_exact(found, stock, exact)
 
 
 def test_forwards_that_cast_what_they_are_given():

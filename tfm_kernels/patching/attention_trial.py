@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import guard
 from .declaration import calling, number, probability
 from .declared_attention import AXES, MASKS, DeclaredAttention
-from .specimen import attempt, differ, fresh, require_dropouts, specimen, untried
+from .specimen import attempt, differ, fresh, require_dropouts, require_unwritten, specimen, untried
 
 _OP = "declare_attention"
 _ROWS = 2
@@ -82,16 +82,13 @@ class _Trial:
             rows = torch.randn(_ROWS, length, layer.in_features, generator=generator, device="cpu")
             self.named[name] = (2 * rows).to(weight.device, weight.dtype)
         self.inputs = [self.named[name] for name in names]
-        self.wrote = False  # whether the forward last wrote into what it was given
+        self.call: tuple[Any, Any] = ((), ())  # what the forward was last given, and the copies that it had of it
 
     def forward(self, mask: Tensor | None) -> Any:
         """What the forward gives."""
         given = self.named if self.last is None else {**self.named, self.last: mask}
-        taken = fresh(given.values())
-        result = calling(self.cls, *given)(self.copy, *taken)
-        both = zip(given.values(), taken, strict=True)
-        self.wrote = not all(torch.equal(before, after) for before, after in both if isinstance(before, Tensor))
-        return result
+        self.call = given.values(), fresh(given.values())
+        return calling(self.cls, *given)(self.copy, *self.call[1])
 
     def written(self, declared: DeclaredAttention, mask: Any) -> tuple[Any, ...]:
         """What it is to give."""
@@ -110,8 +107,7 @@ class _Trial:
         taken = False
         for mask, got in self._taken(masks):
             taken = True
-            if self.wrote:
-                raise ValueError(f"{_OP}: {self.cls.__name__}.forward must leave what it is given as it is")
+            require_unwritten(_OP, self.cls, *self.call)
             self._require_form(declared.weights, got)
             reason = self._why_not(declared, mask, got)
             if reason is not None:

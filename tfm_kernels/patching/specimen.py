@@ -31,11 +31,11 @@ class CannotBeTried(Exception):
 def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     """A copy that evaluates, without hooks and with other parameters, which nothing hides behind; None: it has none.
 
-    Raises:
-        CannotBeTried: it cannot be copied, or its copy holds parts of the module itself.
-
     A bias of 0, a factor of 1 or an output layer that begins at 0 would make one forward look like another. A ``wide``
     one computes in float32 where the module does in 16 bits.
+
+    Raises:
+        CannotBeTried: it cannot be copied, or its copy holds parts of the module itself.
     """
     held = (*module.parameters(), *module.buffers())
     if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta for each in held):
@@ -244,12 +244,12 @@ def require_dropouts(
             last.bias = None
     for inner in copy.modules():
         inner.training = inner not in inside
+    names = " and ".join(map(repr, held)) or "no dropout"
     for chosen in (None, *held):
         _set(copy, held, {name: float(name == chosen) for name in held})
         if not differ(tried(copy, forward), tried(copy, written)):
             continue
         if chosen is None:
-            names = " and ".join(map(repr, held)) or "no dropout"
             what = f"elements by {names} alone, as declared, got some dropped elsewhere"
         else:
             what = f"by {chosen!r} what is declared, got others dropped"
@@ -262,7 +262,6 @@ def require_dropouts(
     if sizes is not None:
         named, wanted = sizes(), None
     if sorted(drawn) != sorted(named) or differ(got, wanted):
-        names = " and ".join(map(repr, held)) or "no dropout"
         raise ValueError(
             f"{op}: {cls.__name__}.forward in training must drop by {names} what is declared, got others dropped, in "
             "another place or twice"
