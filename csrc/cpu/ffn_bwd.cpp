@@ -61,7 +61,7 @@ struct Memory {
     args.dw1_sum = sums(dw1_sum, args.dw1, F * E);
     args.dw2_sum = sums(dw2_sum, args.dw2, Eo * F);
     args.dgate_sum = sums(dgate_sum, args.dgate, F * E);
-    db1_sum = at::empty({args.db1 ? F : 0}, x.options().dtype(at::kDouble));
+    db1_sum = at::empty({args.db1 ? args.biases() : 0}, x.options().dtype(at::kDouble));
     args.db1_sum = db1_sum.mutable_data_ptr<double>();
   }
 
@@ -185,9 +185,9 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   const auto result = [&](bool needed, at::IntArrayRef sizes) {
     return needed ? new_output(sizes, options) : at::empty({0}, options);
   };
-  at::Tensor dx = result(need_x, {M, E}), dw1 = result(need_w1, {F, E}), db1 = result(need_b1, {F}),
-             dw2 = result(need_w2, {Eo, F}), db2 = result(need_b2, {Eo}),
-             dgate = result(need_gate, {F, E});
+  at::Tensor dx = result(need_x, {M, E}), dw1 = result(need_w1, {F, E}),
+             db1 = result(need_b1, {shape.gate_biased ? 2 * F : F}), dw2 = result(need_w2, {Eo, F}),
+             db2 = result(need_b2, {Eo}), dgate = result(need_gate, {F, E});
   if (M == 0) {
     for (const at::Tensor& t : {dw1, db1, dw2, db2, dgate}) t.zero_();
     return {dx, dw1, db1, dw2, db2, dgate};
@@ -217,6 +217,7 @@ SixTensors ffn_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tens
   args.w2 = w2c.const_data_ptr();
   args.b1 = pointer(b1c);
   args.gate = pointer(gatec);
+  args.gate_bias = shape.gate_bias(args.b1, x);
   args.preact = preactc.dim() == 2 ? preactc.const_data_ptr() : nullptr;
   args.dx = need_x ? dx.mutable_data_ptr() : nullptr;
   args.dw1 = need_w1 ? dw1.mutable_data_ptr() : nullptr;

@@ -20,6 +20,7 @@ namespace tfm_kernels {
 
 struct FfnBwd {
   const void *dy, *x, *w1, *b1, *w2, *gate;  // b1 may be null; weights contiguous
+  const void* gate_bias;                     // may be null; db1 then holds its gradient behind b1's
   const void* preact;                        // null: computed again
   void *dx, *dw1, *db1, *dw2, *db2, *dgate;  // null where not wanted
   int64_t dy_stride_m, x_stride_m, M, E, F, Eo;
@@ -40,10 +41,11 @@ struct FfnBwd {
   void* dx_sum;                  // (block, E) of the present block
   bool own_sums;  // of the weights' gradients, of one block: tasks form them in their own memory
   void *dw1_sum, *dw2_sum, *dgate_sum;
-  double* db1_sum;  // (F)
+  double* db1_sum;  // as db1
   int64_t x_rows_ld, dy_rows_ld, dy_t_ld;
 
   bool needs_dh() const { return dx || dw1 || dgate || db1; }
+  int64_t biases() const { return gate_bias ? 2 * F : F; }
 };
 
 // Elements of working memory that one task of `hidden` or `input` needs.

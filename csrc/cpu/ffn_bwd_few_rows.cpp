@@ -130,12 +130,15 @@ void hidden_features(const FfnBwd& args, int64_t begin, int64_t end, C* scratch)
   if (args.dgate)
     outer_product(rows, n, E, dg, args.dp.ld, x, args.x_rows_ld, at(args.dgate, begin * E), E);
   if (args.dw2) outer_product(rows, Eo, n, dy, args.dy_rows_ld, h, ld, at(args.dw2, begin), F);
-  if (!args.db1) return;
-  for (int64_t j = 0; j < n; ++j) {
-    double sum = 0.0;
-    for (int64_t r = 0; r < rows; ++r) sum += dp[r * args.dp.ld + j];
-    *at(args.db1, begin + j) = static_cast<T>(static_cast<C>(sum));
-  }
+  const auto biases = [&](const C* d, T* out) {
+    for (int64_t j = 0; j < n; ++j) {
+      double sum = 0.0;
+      for (int64_t r = 0; r < rows; ++r) sum += d[r * args.dp.ld + j];
+      out[j] = static_cast<T>(static_cast<C>(sum));
+    }
+  };
+  if (args.db1) biases(dp, at(args.db1, begin));
+  if (args.db1 && args.gate_bias) biases(dg, at(args.db1, F + begin));
 }
 
 template <typename T, typename C = compute_t<T>>

@@ -155,10 +155,13 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
           if (args.dropout.active())
             dropout_factors(args.dropout.seed, number, f, kGradientPanel, args.dropout.bound,
                             static_cast<C>(args.dropout.scale), factors);
-          const T* bias = args.b1 ? static_cast<const T*>(args.b1) + f : nullptr;
-          load_preact(stored ? stored + f : nullptr, bias, width, h + in_panel);
+          const auto bias = [&](const void* values) {
+            return values ? static_cast<const T*>(values) + f : nullptr;
+          };
+          load_preact(stored ? stored + f : nullptr, bias(args.b1), width, h + in_panel);
           if (args.gated)
-            load_preact<T>(stored ? stored + F + f : nullptr, nullptr, width, linear + in_panel);
+            load_preact(stored ? stored + F + f : nullptr, bias(args.gate_bias), width,
+                        linear + in_panel);
           C* dp_row = place(dp + in_row, unrounded[0]);
           C* dg_row = args.gated ? place(dg + in_row, unrounded[1]) : nullptr;
           step(factors, dh + in_panel, h + in_panel, args.gated ? linear + in_panel : nullptr,
@@ -190,12 +193,16 @@ void hidden(const FfnBwd& args, int64_t row, int64_t rows, int64_t feature, C* s
             x_panels + p * kGradientPanel * args.block);
     };
     if (args.dw1 || args.db1) weights(dp, dp_t, dw1);
-    if (args.dgate) weights(dg, dg_t, dgate);
-    if (args.db1)
+    const auto biases = [&](const O* d_t, double* sums) {
       for (int64_t j = 0; j < n; ++j) {
-        const double sum = sum_row<C>(dp_t + j * t_ld, m, dh);
-        args.db1_sum[feature + j] = accumulate ? args.db1_sum[feature + j] + sum : sum;
+        const double sum = sum_row<C>(d_t + j * t_ld, m, dh);
+        sums[j] = accumulate ? sums[j] + sum : sum;
       }
+    };
+    const bool gate_biases = args.db1 && args.gate_bias;
+    if (args.dgate || gate_biases) weights(dg, dg_t, dgate);
+    if (args.db1) biases(dp_t, args.db1_sum + feature);
+    if (gate_biases) biases(dg_t, args.db1_sum + F + feature);
     if (!args.dw2) continue;
     for (int64_t p = 0; p < panels; ++p) {
       C* values = h + p * strip * kGradientPanel;

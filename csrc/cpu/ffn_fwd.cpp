@@ -98,6 +98,7 @@ std::tuple<at::Tensor, at::Tensor> ffn_fwd_cpu(
   args.b1 = pointer(b1c);
   args.b2 = pointer(b2c);
   args.gate = pointer(gatec);
+  args.gate_bias = shape.gate_bias(args.b1, x);
   args.gated = gate.has_value();
   args.y = y.mutable_data_ptr();
   args.preact = save_preact ? preact.mutable_data_ptr() : nullptr;

@@ -23,6 +23,7 @@ struct FfnTiling {
 
 struct FfnFwd {
   const void *x, *w1, *b1, *w2, *b2, *gate;  // b1, b2, gate may be null; weights contiguous
+  const void* gate_bias;                     // may be null
   void *y, *preact;                          // preact null where it is not wanted
   int64_t x_stride_m, M, E, F, Eo;
   bool gated;       // an empty gate has a null pointer

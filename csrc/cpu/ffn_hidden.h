@@ -9,11 +9,12 @@ inline namespace CPU_CAPABILITY {
 namespace {
 
 // h (n, ld): adds b1, stores preact, and returns with FFN.3 done. `linear` holds the gate's
-// product, or is null.
+// product, which takes its bias, or is null.
 template <typename T, typename C = compute_t<T>>
 void activate(const FfnFwd& args, int64_t row, int64_t rows, int64_t feature, int64_t n, int64_t ld,
-              C* hidden, const C* linear) {
+              C* hidden, C* linear) {
   if (args.b1) add_to_rows(n, ld, static_cast<const T*>(args.b1) + feature, hidden);
+  if (args.gate_bias) add_to_rows(n, ld, static_cast<const T*>(args.gate_bias) + feature, linear);
   if (args.preact) {
     const int64_t width = linear ? 2 * args.F : args.F;
     T* preact = static_cast<T*>(args.preact) + row * width + feature;

@@ -30,7 +30,7 @@ CASES = pairwise(
     backend=BACKENDS,
     dtype=[torch.float64, torch.float32],
     activation=list(FORMULAS),
-    gated=[False, True],
+    gated=[False, True, "biased"],
     bias=[True, False],
     shape=[(12,), (5, 12), (2, 5, 12), (0, 12)],
 )
@@ -38,11 +38,12 @@ CASES = pairwise(
 
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_formula(case):
-    options = {name: case[name] for name in ("backend", "dtype", "activation", "gated", "bias")}
-    block = tfk.nn.FeedForward(12, 20, 0.0, **options)
+    options = {name: case[name] for name in ("backend", "dtype", "activation", "bias")}
+    gate = {"gated": bool(case["gated"]), "gate_bias": case["gated"] == "biased"}
+    block = tfk.nn.FeedForward(12, 20, 0.0, **options, **gate)
     assert list(block.state_dict()) == [
         *(["linear1.weight"] + ["linear1.bias"] * case["bias"]),
-        *["gate.weight"] * case["gated"],
+        *(["gate.weight"] * gate["gated"] + ["gate.bias"] * gate["gate_bias"]),
         *(["linear2.weight"] + ["linear2.bias"] * case["bias"]),
     ]
     assert_same(Composed(block, FORMULAS[case["activation"]]), block, [randn(*case["shape"])])
@@ -98,7 +99,7 @@ def test_named_backend_runs_or_says_why():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_what_torch_casts(backend, dtype):
-    block = tfk.nn.FeedForward(12, 20, 0.0, "gelu", gated=True, backend=backend)
+    block = tfk.nn.FeedForward(12, 20, 0.0, "gelu", gated=True, gate_bias=True, backend=backend)
     x = randn(6, 12, dtype=torch.float32).requires_grad_()
     with torch.autocast("cpu", dtype=dtype):
         y, expected = block(x), Composed(block, F.gelu)(x)

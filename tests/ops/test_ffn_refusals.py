@@ -37,6 +37,11 @@ WRONG_VALUES = [
     ({"b1": torch.randn(8)}, "b1 must have shape (12,) to match w1 (12, 8), got (8,)"),
     ({"b1": torch.randn(1, 12)}, "b1 must have shape (12,) to match w1 (12, 8), got (1, 12)"),
     ({"b1": torch.tensor(0.0)}, "b1 must have shape (12,) to match w1 (12, 8), got ()"),
+    (
+        {"gate": GATE, "b1": torch.randn(8)},
+        "(12,) to match w1 (12, 8), or (24,) with the bias of the gate, got (8,)",
+    ),
+    ({"b1": torch.randn(24)}, "b1 must have shape (12,) to match w1 (12, 8), got (24,)"),
     ({"b2": torch.randn(12)}, "b2 must have shape (8,) to match w2 (8, 12), got (12,)"),
     ({"b2": torch.randn(1)}, "b2 must have shape (8,) to match w2 (8, 12), got (1,)"),
     ({"gate": torch.randn(8, 12)}, "gate must have shape (12, 8) to match w1 (12, 8), got (8, 12)"),

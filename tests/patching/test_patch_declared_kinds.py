@@ -235,13 +235,17 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "apart"])
-def test_a_gate_with_a_bias_is_left_as_it_is(packed):
+def test_a_gate_with_a_bias(packed):
     gate = "w1" if packed else "w2"
     tfk.patching.declare_feed_forward(Gated, first="w1", second="w3", gate=gate, activation="silu")
-    assert notes(tfk.patch(Gated(packed)))[""] == f"because {gate} has a bias, and a fused gate has none"
-    with pytest.raises(ValueError, match="Gated.forward must give"):  # which says nothing of the declaration
-        tfk.patch(Gated(packed, False, F.relu))
-    assert notes(tfk.patch(Gated(packed, False)))[""] == "feed-forward"
+    with pytest.raises(ValueError, match="Gated.forward must give"):
+        tfk.patch(Gated(packed, True, F.relu))
+    for bias in (True, False):
+        model, x = Gated(packed, bias), torch.randn(2, 5, WIDTH)
+        assert_same_results(model, lambda m: m(x.to(m.w3.weight)), backend="cpu")  # noqa: B023
+        with tfk.patch(model) as report:
+            model(x)
+            assert notes(report)[""] == "feed-forward" and not report.fallbacks
 
 
 class Swapped(nn.Module):

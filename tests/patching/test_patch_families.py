@@ -25,7 +25,7 @@ GPT2 = dict(vocab_size=99, n_positions=64, n_embd=WIDTH, n_layer=2, n_head=4, bo
 FLOAT64 = "in float64 its own code takes the variance in float32"
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
-    "llama": ("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2}),
+    "llama": ("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2, "mlp_bias": True}),
     "mistral": ("MistralForCausalLM", {**DECODER, "num_key_value_heads": 2, "sliding_window": 4}),
     "qwen2": ("Qwen2ForCausalLM", {**DECODER, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 2, "head_dim": 16}),

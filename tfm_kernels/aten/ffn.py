@@ -37,10 +37,12 @@ def ffn(
 
 
 def _block(x, w1, b1, w2, b2, activation, gate, dropout_p, seed, dropout_rows):
-    x = closed(x)
+    x, b_gate = closed(x), None
+    if b1 is not None and b1.shape[0] != w1.shape[0]:
+        b1, b_gate = b1.chunk(2)
     hidden = ACTIVATE[activation](F.linear(x, w1, b1))
     if gate is not None:
-        hidden = hidden * F.linear(x, gate)
+        hidden = hidden * F.linear(x, gate, b_gate)
     if seed is not None:
         if dropout_rows is None:
             dropout_rows = torch.arange(math.prod(x.shape[:-1]), device=x.device)

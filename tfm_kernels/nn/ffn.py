@@ -37,7 +37,8 @@ class FeedForward(nn.Module):
         dropout: probability to drop an element of the hidden activation in training.
         activation: "relu" | "gelu" | "gelu_tanh" | "silu", or a callable such as F.gelu or nn.GELU("tanh").
         bias: False leaves the biases of both linear layers out.
-        gated: adds the third matrix ``gate`` (F, E), which has no bias.
+        gated: adds the third matrix ``gate`` (F, E).
+        gate_bias: adds a bias to the gate's product, as DINOv2's SwiGLU has it.
         device: of the parameters.
         dtype: of the parameters.
         backend: "reference" | "aten" | "cpu" | "triton" | "cuda", or None to choose automatically.
@@ -59,6 +60,7 @@ class FeedForward(nn.Module):
         bias: bool = True,
         *,
         gated: bool = False,
+        gate_bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         backend: str | None = None,
@@ -69,7 +71,8 @@ class FeedForward(nn.Module):
         _arguments.backend("FeedForward", backend)
         super().__init__()
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, device=device, dtype=dtype)
-        self.gate = nn.Linear(d_model, dim_feedforward, bias=False, device=device, dtype=dtype) if gated else None
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate = nn.Linear(d_model, dim_feedforward, bias=gate_bias, **factory) if gated else None
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, device=device, dtype=dtype)
         self.activation = activation_function("FeedForward", activation)
@@ -101,9 +104,18 @@ def feed_forward(
         if gate is not None:
             hidden = hidden * gate(x)
         return linear2(dropout(hidden))
-    weights: Any = linear1.weight, linear1.bias, linear2.weight, linear2.bias, None if gate is None else gate.weight
+    biases = biases_of(linear1, gate)
+    weights: Any = linear1.weight, biases, linear2.weight, linear2.bias, None if gate is None else gate.weight
     x, w1, b1, w2, b2, w_gate = as_autocast(x, *weights)  # torch's autocast does not see inside our operators
     return ops.ffn(x, w1, b1, w2, b2, activation=name, gate=w_gate, dropout_p=p, backend=backend)
+
+
+def biases_of(linear1: Any, gate: Any) -> Tensor | None:
+    """``b1`` of ops.ffn: linear1's bias, and behind it the gate's where that has one."""
+    if gate is None or gate.bias is None:
+        return linear1.bias
+    first = gate.bias.new_zeros(linear1.weight.shape[0]) if linear1.bias is None else linear1.bias
+    return torch.cat((first, gate.bias))
 
 
 def activation_function(op: str, activation: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

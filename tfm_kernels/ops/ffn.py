@@ -3,13 +3,16 @@
 For rows x (M, E), weights as in nn.Linear, mask R of tfm_kernels/dropout.py at (row, hidden column):
 
     p = x w1^T + b1                 (M, F)                                                    (FFN.1)
-    g = x gate^T                    (M, F), or 1 without a gate                               (FFN.2)
+    g = x gate^T + b_g              (M, F), or 1 without a gate                               (FFN.2)
     h = act(p) g R / (1 - dropout_p), and exactly 0 where R drops                             (FFN.3)
     y = h w2^T + b2                 (M, Eo)                                                   (FFN.4)
 
     dw2 = dy^T h,  db2 = sum of dy over rows,  dh = (dy w2) R / (1 - dropout_p)               (FFN.5)
     dp = dh g act'(p),  dg = dh act(p)                                                        (FFN.6)
-    dw1 = dp^T x,  db1 = sum of dp over rows,  dgate = dg^T x,  dx = dp w1 + dg gate          (FFN.7)
+    dw1 = dp^T x,  db1 = sum of dp over rows,  dgate = dg^T x,  db_g = sum of dg over rows,
+    dx = dp w1 + dg gate                                                                      (FFN.7)
+
+The operators take b1 and b_g, where the gate has one, as one vector (2F,).
 
 Residual: preact (M, F) = p, or (M, 2F) = [p, g] with a gate, in the storage dtype; (0,) where it is not saved, and then
 the backward recomputes it.
@@ -36,6 +39,8 @@ def _cpu(call: Call) -> str | None:
 
 def _gpu_support(call: Call) -> str | None:
     """What the kernels of both GPU backends cannot."""
+    if call.gate_biased:
+        return "adds no bias to the gate"
     return "has no float64 kernels" if call.dtype == torch.float64 else None
 
 
@@ -58,7 +63,8 @@ def _stand_in(call: Call) -> _backend.StandIn:
     x = torch.randn(call.rows, call.width, **given)
     w1 = torch.randn(call.hidden, call.width, **given).div_(max(call.width, 1) ** 0.5)
     w2 = torch.randn(call.out, call.hidden, **given).div_(max(call.hidden, 1) ** 0.5)
-    b1, b2 = (torch.zeros(size, **given) if call.biased else None for size in (call.hidden, call.out))
+    sizes = call.hidden * (2 if call.gate_biased else 1), call.out
+    b1, b2 = (torch.zeros(size, **given) if call.biased else None for size in sizes)
     options: dict[str, Any] = {"activation": call.activation, "dropout_p": call.dropout_p}
     gate = torch.randn_like(w1).div_(max(call.width, 1) ** 0.5) if call.gated else None
     if call.turned:
@@ -83,7 +89,7 @@ def _fwd_fake(x, w1, b1, w2, b2, gate, activation, dropout_p, seed, dropout_rows
 
 def _bwd_fake(dy, x, w1, b1, w2, gate, preact, activation, dropout_p, seed, dropout_rows, *needs):
     (E, F), Eo = (x.shape[1], w1.shape[0]), w2.shape[0]
-    shapes = (x.shape, (F, E), (F,), (Eo, F), (Eo,), (F, E))
+    shapes = (x.shape, (F, E), (F,) if b1 is None else b1.shape, (Eo, F), (Eo,), (F, E))
     return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
 
 
@@ -124,12 +130,13 @@ def ffn(
 ) -> Tensor:
     """Runs each row of ``x`` through linear, activation, optional gate, dropout and linear.
 
-    y = dropout(act(x w1^T + b1) [* (x gate^T)]) w2^T + b2            (FFN.1 to FFN.4)
+    y = dropout(act(x w1^T + b1) [* (x gate^T + b_g)]) w2^T + b2      (FFN.1 to FFN.4)
 
     Args:
         x: (..., E), float16 | bfloat16 | float32 | float64. Any strides.
         w1: (F, E), dtype of ``x``, as in nn.Linear.
-        b1: (F,), or None for no bias.
+        b1: (F,), or None for no bias. With a gate also (2F,), b1 and b_g one behind the other, as a layer has it that
+            computes both products at once; the kernels of GPUs have no such bias.
         w2: (Eo, F); Eo is E in a Transformer, any other width is allowed.
         b2: (Eo,), or None for no bias.
         activation: "relu" | "gelu" (by erf) | "gelu_tanh" | "silu".

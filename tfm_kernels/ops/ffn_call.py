@@ -31,6 +31,7 @@ class Call:
     biased: bool
     dropout_p: float
     training: bool
+    gate_biased: bool = False
     turned: bool = False  # a weight lies (in, out), as transformers' Conv1D has it: cpu copies it in every call
 
 
@@ -150,7 +151,14 @@ def describe(
     _check.shape("ffn", "w1", w1, (hidden, x.shape[-1]), "x", x)
     _check.shape("ffn", "w2", w2, (out, hidden), "w1", w1)
     _check.shape("ffn", "gate", gate, (hidden, width), "w1", w1)
-    _check.shape("ffn", "b1", b1, (hidden,), "w1", w1)
+    gate_biased = gate is not None and b1 is not None and b1.shape != (hidden,)
+    if not gate_biased:
+        _check.shape("ffn", "b1", b1, (hidden,), "w1", w1)
+    elif b1.shape != (2 * hidden,):
+        raise ValueError(
+            f"ffn: b1 must have shape {(hidden,)} to match w1 {tuple(w1.shape)}, or {(2 * hidden,)} with the bias of "
+            f"the gate, got {tuple(b1.shape)}"
+        )
     _check.shape("ffn", "b2", b2, (out,), "w2", w2)
     _check.probability("ffn", "dropout_p", dropout_p)
     if seed is not None:
@@ -163,5 +171,5 @@ def describe(
     turned = is_turned(w1, w2, gate)
     return Call(
         x.device.type, x.dtype, rows, width, hidden, out, activation, gate is not None, biased, dropout_p, training,
-        turned,
+        gate_biased, turned,
     )  # fmt: skip

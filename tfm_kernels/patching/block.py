@@ -16,7 +16,7 @@ from .. import ops
 from .._autocast import as_autocast
 from ..nn import Int8Linear
 from ..nn.attention_weights import with_weights
-from ..nn.ffn import ACTIVATIONS, activation_name
+from ..nn.ffn import ACTIVATIONS, activation_name, biases_of
 from ..nn.int8 import int8_feed_forward
 from ..ops.layer_norm import layer_norm_of_sum
 from . import guard
@@ -115,9 +115,12 @@ def feed_forward(
         if gate is not None:
             hidden = hidden * (gated[0] if halves else linear(x, gate))
         return linear(F.dropout(hidden, p) if p else hidden, second)
-    w1 = _weight(first)
-    w1, w3 = w1.chunk(2)[:: -1 if swapped else 1] if halves else (w1, None if gate is None else gate.weight)
-    weights: list[Any] = [w1, first.bias, _weight(second), second.bias, w3]
+    w1, w3 = _weight(first), None if gate is None else _weight(gate)
+    b1: Any = first.bias if halves else biases_of(first, gate)
+    if halves:
+        w1, w3 = w1.chunk(2)[:: -1 if swapped else 1]
+        b1 = b1.roll(w1.shape[0]) if swapped and b1 is not None else b1
+    weights: list[Any] = [w1, b1, _weight(second), second.bias, w3]
     x, w1, b1, w2, b2, w3 = as_autocast(x, *weights)
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
 

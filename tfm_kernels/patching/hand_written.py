@@ -57,7 +57,7 @@ def declare_feed_forward(
         dropout: name of the nn.Dropout (or of a float) after the activation, or None.
         out_dropout: the same after ``second``, or None.
         norm: name of the child that x goes through first, or None.
-        gate: name of the nn.Linear without bias whose product multiplies the activation, or None. That of ``first``
+        gate: name of the nn.Linear whose product multiplies the activation, or None. That of ``first``
             again: one half of what it gives multiplies the activation of the other.
         activated: "first" | "second": which half that is, as ``act(a) * b`` (DINOv2) or ``a * act(b)`` (lucidrains'
             GEGLU) of ``a, b = first(x).chunk(2, -1)``.
@@ -86,7 +86,7 @@ def declare_feed_forward(
     def run(self: Any, x: Tensor) -> Any:
         layers: list[Any] = [guard.child(self, name) for name in (first, second)]
         gated = None if gate is None else guard.child(self, gate)
-        if not all(map(_pointwise, layers)) or (gated is not None and gated.bias is not None):
+        if not all(_pointwise(layer) for layer in (*layers, gated) if layer is not None):
             return NotImplemented
         if not all(declaration.has_dropout(self, name) for name in (dropout, out_dropout)):
             return NotImplemented
@@ -107,16 +107,11 @@ def declare_feed_forward(
     def check(module: nn.Module) -> str | None:
         named(module)
         reason = declaration.why_not_dropped(module, dropout, out_dropout)
-        if reason is not None or not (
-            _pointwise(guard.child(module, first)) and _pointwise(guard.child(module, second))
-        ):
+        if reason is not None or not all(_pointwise(guard.child(module, name)) for name in covers):
             return reason
         parts, drops = (first, second, gate, norm), (dropout, out_dropout)
         swapped = activated == "second"
-        reason = declared_numbers.require_feed_forward(cls, module, parts, activation, swapped, channels_first, drops)
-        if reason is None and gate is not None and getattr(guard.child(module, gate), "bias", None) is not None:
-            return f"{gate} has a bias, and a fused gate has none"
-        return reason
+        return declared_numbers.require_feed_forward(cls, module, parts, activation, swapped, channels_first, drops)
 
     name, reads = name_of(cls), (Int8Linear,)
     return register_recipe(from_forward(name, cls, run, "feed-forward", covers, check, calls, reads))

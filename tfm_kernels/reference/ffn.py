@@ -25,10 +25,13 @@ def ffn(
     x64 = x.double()
     preact = x64 @ w1.double().T
     if b1 is not None:
-        preact = preact + b1.double()
+        preact = preact + b1[: w1.shape[0]].double()
     hidden = activate(preact, activation)
     if gate is not None:
-        hidden = hidden * (x64 @ gate.double().T)
+        linear = x64 @ gate.double().T
+        if b1 is not None and b1.shape[0] != w1.shape[0]:
+            linear = linear + b1[w1.shape[0] :].double()
+        hidden = hidden * linear
     if seed is not None:
         rows = torch.arange(x.shape[0], device=x.device) if dropout_rows is None else dropout_rows
         keep = dropout.keep_mask(seed, dropout_p, rows, w1.shape[0])

@@ -1,8 +1,8 @@
 """The ffn judge: float64 truth, bounds and the written-out eager formula.
 
-a = x w1^T + b1,  c = x gate^T,  h = act(a) c keep / (1 - p),  y = h w2^T + b2
+a = x w1^T + b1,  c = x gate^T + b_g,  h = act(a) c keep / (1 - p),  y = h w2^T + b2
 dh = dy w2 keep / (1 - p),  da = dh act'(a) c,  dc = dh act(a)
-dx = da w1 + dc gate,  dw1 = da^T x,  db1 = sum da,  dgate = dc^T x,  dw2 = dy^T h,  db2 = sum dy
+dx = da w1 + dc gate,  dw1 = da^T x,  db1 = sum da,  dgate = dc^T x,  db_g = sum dc,  dw2 = dy^T h,  db2 = sum dy
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     b1, b2, gate = (None if inputs.get(name) is None else inputs[name].double() for name in ("b1", "b2", "gate"))
     x = x.reshape(leading.numel(), x.shape[-1])
     xa, hidden, rows = x.abs(), w1.shape[0], x.shape[0]
+    b1, b_gate = halves(b1, hidden)
 
     a = x @ w1.T if b1 is None else x @ w1.T + b1
     act, slope, bend = ACTIVATIONS[inputs.get("activation", "relu")](a)
@@ -68,7 +69,8 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     ea = score_error(r, x, w1, 0 if b1 is None else b1.abs())
     c, ec = torch.ones_like(a), torch.zeros_like(a)
     if gate is not None:
-        c, ec = x @ gate.T, score_error(r, x, gate, 0)
+        c = x @ gate.T if b_gate is None else x @ gate.T + b_gate
+        ec = score_error(r, x, gate, 0 if b_gate is None else b_gate.abs())
     factor = factor_of(inputs, rows, hidden, x.device)
     # The functions' own error: 0.5 (1 + erf) and its like are exact to a few units of 1, not of their result.
     own = 0 if inputs.get("activation", "relu") == "relu" else 4 * r.sums * a.abs()
@@ -125,7 +127,9 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
     product("x", dx, dx_a, dx_e, dx_1, dx_others, max(hidden, w2.shape[0]))
     product("w1", da.T @ x, da_a.T @ xa, da_e.T @ xa, ones.T @ xa, da_a.sum(0)[:, None], max(rows, w2.shape[0]))
     if b1 is not None:
-        product("b1", da.sum(0), da_a.sum(0), da_e.sum(0), ones.sum(0), 0.0, max(rows, w2.shape[0]))
+        terms = [(da, da_a, da_e, ones)] + ([] if b_gate is None else [(dc, dc_a, dc_e, ones)])
+        value, *bounds = (torch.cat([t.sum(0) for t in part]) for part in zip(*terms, strict=True))
+        product("b1", value, bounds[0], bounds[1], bounds[2], 0.0, max(rows, w2.shape[0]))
     h_1 = ones
     if kept:
         h_1 = ones * (1 + slope.abs() * c.abs() + act.abs())
@@ -141,16 +145,22 @@ def expect(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], do
 def eager(op: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """E: the formula written out in the inputs' own type; differentiable."""
     x, gate = inputs["x"], inputs.get("gate")
-    a = F.linear(x, inputs["w1"], inputs.get("b1"))
+    b1, b_gate = halves(inputs.get("b1"), inputs["w1"].shape[0])
+    a = F.linear(x, inputs["w1"], b1)
     name = inputs.get("activation", "relu")
     h = F.gelu(a, approximate="tanh") if name == "gelu_tanh" else getattr(F, name)(a)
     if gate is not None:
-        h = h * F.linear(x, gate)
+        h = h * F.linear(x, gate, b_gate)
     p = inputs.get("dropout_p", 0.0)
     if p > 0.0:
         keep = factor_of(inputs, h.numel() // max(h.shape[-1], 1), h.shape[-1], h.device).view(h.shape)
         h = h * keep.to(h.dtype)
     return {"y": F.linear(h, inputs["w2"], inputs.get("b2"))}
+
+
+def halves(b1: Tensor | None, hidden: int) -> tuple[Tensor | None, Tensor | None]:
+    """b1 and b_g, either None where it is not there."""
+    return (b1, None) if b1 is None or b1.shape[0] == hidden else (b1[:hidden], b1[hidden:])
 
 
 def factor_of(inputs: Mapping[str, Any], rows: int, hidden: int, device: torch.device) -> Tensor:

@@ -25,7 +25,7 @@ from .defect import (
 
 
 def _inputs(dtype: torch.dtype, rows: int = 130, width: int = 64, hidden: int = 200, **options) -> Inputs:
-    """``gate=True`` adds one."""
+    """``gate=True`` adds one, ``"biased"`` one with a bias."""
     generator = torch.Generator().manual_seed(13)
     weight = lambda o, i: (torch.randn(o, i, generator=generator) / i**0.5).to(dtype)  # noqa: E731
     inputs: Inputs = {
@@ -35,8 +35,11 @@ def _inputs(dtype: torch.dtype, rows: int = 130, width: int = 64, hidden: int = 
         "w2": weight(width, hidden),
         "b2": draw("randn", (width,), dtype, generator),
     }
-    if options.pop("gate", False):
+    gate = options.pop("gate", False)
+    if gate:
         inputs["gate"] = weight(hidden, width)
+    if gate == "biased":
+        inputs["b1"] = torch.cat((inputs["b1"], draw("randn", (hidden,), dtype, generator)))
     if "dropout_p" in options:
         inputs["seed"] = torch.tensor(3)
     return {**inputs, **options}
@@ -62,6 +65,7 @@ _gelu_tall = _with(activation="gelu", rows=600)
 _dropped = _with(activation="gelu", dropout_p=0.1)
 _far = lambda dtype: _inputs(dtype, activation="silu", b1=torch.full((200,), 90.0, dtype=dtype))  # noqa: E731
 _gated = _with(activation="silu", gate=True)
+_gate_biased = _with(activation="silu", gate="biased")
 
 
 def _named(name: str) -> Hook:
@@ -83,6 +87,10 @@ def _overflowing_silu(t: Tensor, run: Emulation) -> Tensor:
     return a * a.exp() / (1 + a.exp()) * run.context["c"]
 
 
+def _sloped(t: Tensor, run: Emulation) -> Tensor:
+    return t * (run.context["a"] > 0)
+
+
 def _unscaled(t: Tensor, run: Emulation) -> Tensor:
     return (t > 0).to(t.dtype)
 
@@ -98,6 +106,8 @@ FFN: tuple[Defect, ...] = (
     _plant("relu passes gradients of negative inputs", _inputs, "a_bwd", lambda t, run: t.abs()),
     _plant("b1 missing", _inputs, "b1", missing),
     _plant("b2 missing", _inputs, "b2", missing),
+    _plant("gate's bias missing", _gate_biased, "b_gate", missing),
+    _plant("gradient of the gate's bias times the activation's slope", _gate_biased, "db_gate", _sloped),
     _plant("gate's part of dx missing", _gated, "dx_gate", times(0.0)),
     _plant("dgate without the activation", _gated, "dc_activation", lambda t, run: torch.ones_like(t)),
     _plant("dropout before the activation", _dropped, "h", _dropout_first),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ffn import factor_of
+from ..ffn import factor_of, halves
 from .emulation import Emulation, Results
 
 
@@ -17,6 +17,8 @@ def ffn(run: Emulation, inputs: Mapping[str, Any], douts: Mapping[str, Tensor | 
     """A call, forward and backward."""
     x, w1, w2 = (run.read(inputs[name]) for name in ("x", "w1", "w2"))
     b1, b2 = (run.step(name, run.up(inputs.get(name))) for name in ("b1", "b2"))
+    b1, b_gate = halves(b1, w1.shape[0])
+    b_gate = run.step("b_gate", b_gate)
     gate = run.step("gate", None if inputs.get("gate") is None else run.read(inputs["gate"]))
     leading = x.shape[:-1]
     x = x.reshape(leading.numel(), x.shape[-1])
@@ -24,7 +26,7 @@ def ffn(run: Emulation, inputs: Mapping[str, Any], douts: Mapping[str, Tensor | 
     factor = factor_of(inputs, x.shape[0], w1.shape[0], x.device).to(run.wide)
     factor = run.step("factor", factor)
     a = run.step("a", x @ w1.T if b1 is None else x @ w1.T + b1)
-    c = torch.ones_like(a) if gate is None else x @ gate.T
+    c = torch.ones_like(a) if gate is None else x @ gate.T if b_gate is None else x @ gate.T + b_gate
     run.context |= {"a": a, "c": c, "factor": factor, "activation": name}
     h = run.step("h", activation(name, a) * c * factor)
     h = h if run.lazy else run.low(h)
@@ -54,7 +56,8 @@ def ffn(run: Emulation, inputs: Mapping[str, Any], douts: Mapping[str, Tensor | 
     }
     if gate is not None:
         grads["gate"] = run.store(dc.T @ x, "dgate")
-    for key, terms in (("b1", da), ("b2", dy)):
+    biased = inputs.get("b1") is not None and inputs["b1"].shape[0] != w1.shape[0]
+    for key, terms in (("b1", torch.cat((da, run.step("db_gate", dc)), 1) if biased else da), ("b2", dy)):
         if inputs.get(key) is not None:
             acc = terms.new_zeros(terms.shape[1])
             for sl in run.tiles(terms.shape[0]):
