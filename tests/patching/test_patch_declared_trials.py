@@ -52,7 +52,7 @@ REFUSED = {
     "padding": attention(Keys, "must take a mask of mask='keep' and mask_axis=None, got an error: it takes mask_axis="),
     "bias of zero": attention(ZeroBias, "other numbers without a mask"),
     "output of zero": attention(CausalFromZero, "other numbers without a mask: those of causal=True"),
-    "window": attention(Window, "other numbers without a mask"),
+    "window": attention(Window, "other numbers of 70 tokens: a window"),
     "tuple of one": attention(TupleOfOne, "must give the result alone where weights=False, got a tuple of 1"),
     "named": attention(Named, r"must give a tuple \(result, weights\) where weights=True, got a Out", weights=True),
     "halves": halves(HalfFeedForward, r"must give w3\(silu\(a\) \* b, a and b = w12\(x\).chunk\(2, -1\)\), got other"),

@@ -1,5 +1,7 @@
 """patch() on torch.nn's own modules: same numbers, same parameters."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -307,3 +309,40 @@ def test_a_sequence_takes_sparse_rows(layout):
     stock = model(x)
     tfk.patch(model)
     assert torch.equal(model(x), stock)
+
+
+class Reversed(nn.Sequential):
+    """Runs its children from the last to the first."""
+
+    def __iter__(self):
+        return reversed(list(self._modules.values()))
+
+
+def test_a_sequence_in_another_order_and_a_slice_of_a_patched_one():
+    model = Reversed(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    x = torch.randn(3, 16)
+    wanted = model(x)
+    tfk.patch(model)
+    torch.testing.assert_close(model(x), wanted)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh())
+    tfk.patch(model)
+    part = model[:3]  # a new module, which shares the layers
+    assert type(part) is nn.Sequential and model[1] is part[1] and type(model) is not nn.Sequential
+    wanted = part(x)
+    tfk.unpatch(model)
+    torch.testing.assert_close(part(x), wanted)
+    assert [entry.name for entry in tfk.patch(part).replaced][0] == ""
+
+
+def test_attention_trains_on_what_inference_mode_made():
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(16, 2, batch_first=True)
+    with torch.inference_mode():
+        x, y = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    mine = copy.deepcopy(stock)
+    tfk.patch(mine, backend="cpu")
+    for given in ((x, x, x), (x.clone(), y, y)):
+        for model in (stock, mine):
+            model.zero_grad()
+            model(*given, need_weights=False)[0].square().sum().backward()
+        torch.testing.assert_close(mine.in_proj_weight.grad, stock.in_proj_weight.grad)

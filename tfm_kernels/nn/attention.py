@@ -125,6 +125,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check(query, key, value)
         batched = query.dim() == 3
         seq_axis = 1 if self.batch_first or not batched else 0
+        if _cannot_be_kept(query, key, value):
+            of = {
+                id(t): t.clone() for t in (query, key, value)
+            }  # which autograd may keep; torch's transposes are copies
+            query, key, value = of[id(query)], of[id(key)], of[id(value)]
         q, k, v = self._project(query, key, value)
         if not batched:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -317,6 +322,13 @@ def masks(
     if extra:
         mask, bias = _padded(mask, sizes, query, extra), None if bias is None else F.pad(bias, (0, extra))
     return (None if _shows_all(mask) else mask), bias
+
+
+def _cannot_be_kept(*inputs: Tensor) -> bool:
+    """Whether one of them was made in inference mode, and autograd is to keep it."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return any(each.is_inference() for each in inputs)
 
 
 def _mask_tensor(op: str, name: str, value: object, query: Tensor) -> None:

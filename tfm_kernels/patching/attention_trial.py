@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from . import guard
 from .declaration import calling, number, probability
 from .declared_attention import AXES, MASKS, DeclaredAttention
+from .found import draws_outside_torch, require_gradients
 from .specimen import attempt, differ, fresh, require_dropouts, require_unwritten, specimen, untried
 
 _OP = "declare_attention"
 _ROWS = 2
 _LENGTH = 5
-_LONG = 70  # beyond a window of 64
+_LONG = (70, 64, 33, 16, 8)  # beyond a window of 64, or as long as a forward takes
 
 
 def require_attention(cls: type[nn.Module], module: nn.Module, declared: DeclaredAttention) -> str | None:
@@ -46,25 +47,72 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
             f"{_OP}: kv_heads must say how many heads the keys have where {declared.projections[0]} gives "
             f"{layers[0].out_features} features and {declared.projections[1]} {layers[1].out_features}, got None"
         )
-    trial = _Trial(cls, copy, layers, declared, _LENGTH)
-    taken = trial.require(declared, [None], _ALONE)
-    taken |= _Trial(cls, copy, layers, declared, _LONG).require(declared, [None], _ALONE)
-    if declared.arguments[3] is not None:
-        taken |= trial.require_masks(declared)
-        if declared.mask_axis is None:  # a mask of two axes may also be one of (B, Tk), where both fit
-            square = _Trial(cls, copy, layers, declared, _ROWS)
-            square.require(declared, square.masks(declared)[-1], _OF_TWO)
-    if not taken:
+    of = functools.partial(_Trial, cls, copy, layers, declared)
+    trial = of(_LENGTH)
+    alone = trial.require(declared, [None], _ALONE) is not None
+    right = None if declared.arguments[3] is None else trial.require_masks(declared, alone)
+    if not alone and right is None:
         _, refused = attempt(copy, lambda: trial.forward(None))
         return None if refused is None else untried(refused)
-    inside = [inner for layer in called for inner in layer.modules()]
-    drops = (declared.dropout, declared.out_dropout)
-    forward, written = lambda: _parts(trial.forward(None))[0], lambda: trial.written(declared, None)[0]
-    require_dropouts(_OP, cls, copy, drops, inside, out, forward, written, functools.partial(trial.dropped, declared))
+    given = None if alone else right
+    for length in _LONG:
+        long = of(length)
+        masks = [None] if alone else long.like(declared, given)
+        if long.require(declared, masks, _FURTHER.format(length)) is not None:
+            break
+    if right is not None and declared.mask_axis is None:  # one of two axes may also be (B, Tk), where both fit
+        square = of(_ROWS)
+        square.require(declared, square.masks(declared)[-1], _OF_TWO)
+    forward, written = lambda: _parts(trial.forward(given))[0], lambda: trial.written(declared, given)[0]
+    require_gradients(_OP, cls, copy, trial.inputs, (forward, written))
+    if right is not None and alone:
+        forward_masked, written_masked = lambda: trial.forward(right), lambda: trial.written(declared, right)
+        require_gradients(
+            _OP, cls, copy, trial.inputs, (lambda: _parts(forward_masked())[0], lambda: written_masked()[0])
+        )
+    _require_drops(cls, trial, declared, given, [inner for layer in called for inner in layer.modules()], out)
+    copy.eval()
+    for autocast in (True, False):
+        narrow = trial if autocast else _Trial(cls, copy.bfloat16(), layers, declared, _LENGTH)
+        mask = given if autocast or given is None else narrow.like(declared, given)[0]
+        forward, written = functools.partial(narrow.forward, mask), functools.partial(narrow.written, declared, mask)
+        declared.found.look_at_dtypes(copy, forward, written, autocast=autocast)
     return None
 
 
-_ALONE, _MASKED, _OF_TWO = "without a mask", "with a mask", "with a mask of two axes"
+def _require_drops(
+    cls: type[nn.Module], trial: _Trial, declared: DeclaredAttention, mask: Any, inside: list[nn.Module], out: Any
+) -> None:
+    """Raises where the forward in training does not drop as declared, of the weights that it gives too."""
+    if draws_outside_torch(trial.copy.train(), lambda: trial.forward(mask)):
+        raise ValueError(f"{_OP}: {cls.__name__}.forward must draw by torch alone, got numbers of another generator")
+
+    def require(declared: DeclaredAttention) -> None:
+        drops = (declared.dropout, declared.out_dropout)
+        forward, written = lambda: _joined(trial.forward(mask)), lambda: _joined(trial.written(declared, mask))
+        sizes = functools.partial(trial.dropped, declared)
+        require_dropouts(_OP, cls, trial.copy, drops, inside, out, forward, written, sizes)
+
+    try:
+        require(declared)
+    except ValueError as error:
+        if declared.weights is not True:
+            raise
+        try:
+            require(dataclasses.replace(declared, weights="before_dropout"))
+        except ValueError:
+            raise error from None
+        raise ValueError(
+            f"{_OP}: {cls.__name__}.forward must give the weights with dropout's effect where weights=True, got those "
+            "without: weights='before_dropout' says so"
+        ) from None
+
+
+def _joined(result: Any) -> Tensor:
+    return torch.cat([part.flatten() for part in _parts(result) if part is not None])
+
+
+_ALONE, _MASKED, _OF_TWO, _FURTHER = "without a mask", "with a mask", "with a mask of two axes", "of {} tokens"
 
 
 class _Trial:
@@ -102,11 +150,11 @@ class _Trial:
         names = (declared.dropout, declared.out_dropout)
         return [size for size, name in zip(sizes, names, strict=True) if probability(self.copy, name) > 0.0]
 
-    def require(self, declared: DeclaredAttention, masks: list[Any], when: str) -> bool:
-        """Raises where the forward gives other numbers under one of ``masks``; whether it takes any of them."""
-        taken = False
+    def require(self, declared: DeclaredAttention, masks: list[Any], when: str) -> list[Any] | None:
+        """Raises where the forward gives other numbers under one of ``masks``; those that it takes, None: none."""
+        taken = []
         for mask, got in self._taken(masks):
-            taken = True
+            taken.append(mask)
             require_unwritten(_OP, self.cls, *self.call)
             self._require_form(declared.weights, got)
             reason = self._why_not(declared, mask, got)
@@ -115,29 +163,45 @@ class _Trial:
                     f"{_OP}: {self.cls.__name__}.forward must give {declared.formula()}, got {reason} {when}: "
                     f"{self._hint(declared, when)}"
                 )
-        return taken
+        return taken or None
 
-    def require_masks(self, declared: DeclaredAttention) -> bool:
-        """Raises where the forward does not read masks as declared: in any number of axes, but in every dtype.
+    def require_masks(self, declared: DeclaredAttention, alone: bool) -> Any:
+        """Raises where the forward does not read masks as declared, in every dtype; one that it takes.
 
-        Whether it takes any.
+        Those of a number of axes in which it does not are left to it, where another is right. None, where it does not
+        run ``alone``: nor with any.
         """
+        right: dict[int, Tensor] = {}
         failed = None
-        for masks in self.masks(declared):
+        wanted = self.masks(declared)
+        for place, masks in enumerate((*wanted, *self._of_other_axes(declared))):
             try:
-                if self.require(declared, masks, _MASKED):
-                    return True
+                taken = self.require(declared, masks, _MASKED)
             except ValueError as error:
-                failed = error
-        if failed is not None:
-            raise failed
-        hint = self._guess_of_mask(declared)  # it takes no mask of this kind
+                failed = failed or (error if place < len(wanted) else None)
+            else:
+                right |= {} if taken is None else {taken[0].dim(): taken[0]}
+        if not {masks[0].dim() for masks in wanted} & set(right):
+            if failed is not None:
+                raise failed
+            self._raise_untaken(declared, alone)
+            return None
+        before = declared.found.axes
+        declared.found.axes = frozenset(right) if before is None else before & frozenset(right)
+        return next(right[masks[0].dim()] for masks in wanted if masks[0].dim() in right)
+
+    def _raise_untaken(self, declared: DeclaredAttention, alone: bool) -> None:
+        hint = self._guess_of_mask(declared)
+        of = f"a mask of mask={declared.mask!r} and mask_axis={declared.mask_axis!r}"
         if hint is not None:
+            raise ValueError(f"{_OP}: {self.cls.__name__}.forward must take {of}, got an error: it takes {hint}")
+        if alone:
+            inputs = tuple(dict.fromkeys(declared.arguments[:3]))
+            inputs = declared.arguments[:3] if len(inputs) > 1 else inputs
             raise ValueError(
-                f"{_OP}: {self.cls.__name__}.forward must take a mask of mask={declared.mask!r} and "
-                f"mask_axis={declared.mask_axis!r}, got an error: it takes {hint}"
+                f"{_OP}: {self.cls.__name__}.forward must take {of} as its {self.last!r}, got an error for each that "
+                f"was tried: with arguments={(*inputs, None)} its own code runs where a call gives one"
             )
-        return False
 
     def _taken(self, masks: list[Any]) -> Iterator[tuple[Any, Any]]:
         """The masks that the forward takes, each with what it gives."""
@@ -147,9 +211,9 @@ class _Trial:
             if isinstance(first, Tensor) and bool(first.isfinite().all()):
                 yield mask, got
 
-    def _require_form(self, weights: bool, got: Any) -> None:
+    def _require_form(self, weights: bool | str, got: Any) -> None:
         parts = _parts(got)
-        if isinstance(got, Tensor) != weights and (not weights or (type(got) is tuple and len(parts) == 2)):
+        if isinstance(got, Tensor) != bool(weights) and (not weights or (type(got) is tuple and len(parts) == 2)):
             if isinstance(parts[-1], Tensor):
                 return
         wanted = "a tuple (result, weights)" if weights else "the result alone"
@@ -180,6 +244,21 @@ class _Trial:
             found = [keep]
         return [self._in_dtypes(each, declared.mask) for each in found]
 
+    def _of_other_axes(self, declared: DeclaredAttention) -> list[list[Any]]:
+        """Masks with numbers of axes of which the declaration does not say what they are; they broadcast."""
+        plain = dataclasses.replace(declared, mask_axis=None)
+        of_four, of_two = self.masks(plain)
+        if declared.mask_axis is None:
+            return [[mask[None] for mask in of_two]]
+        return [of_four] if declared.mask_axis == "keys" else [of_four, of_two]
+
+    def like(self, declared: DeclaredAttention, mask: Any) -> list[Any]:
+        """Masks of this trial's length and dtype with as many axes as one of another's."""
+        every = (each for masks in self.masks(declared) for each in masks if each.dim() == mask.dim())
+        return [
+            each for each in every if each.dtype == mask.dtype or each.is_floating_point() == mask.is_floating_point()
+        ]
+
     def _in_dtypes(self, keep: Tensor, meaning: str) -> list[Any]:
         dtype = self.inputs[0].dtype
         added = torch.linspace(-2, 2, keep.numel(), device=keep.device).view(keep.shape).to(dtype)
@@ -191,6 +270,8 @@ class _Trial:
 
     def _hint(self, declared: DeclaredAttention, when: str) -> str:
         """The declaration's argument that is wrong, where it is one of those that can be guessed."""
+        if when.endswith("tokens"):
+            return "a window, a cap and positions show in more than a few tokens, and declarations have none"
         if when == _ALONE:
             other = dataclasses.replace(declared, causal=not number(self.copy, declared.causal))
             if any(self._why_not(other, None, got) is None for _, got in self._taken([None])):

@@ -110,8 +110,15 @@ def of_one_dtype(inputs: Sequence[Tensor], layers: Iterable[Any]) -> bool:
         return True
     if any(other.dtype != x.dtype for other in inputs[1:]):
         return False
-    weights = (getattr(layer, "weight", None) for layer in layers)
-    return all(w.dtype == x.dtype for w in weights if isinstance(w, Tensor) and w.is_floating_point())
+    return all(w.dtype == x.dtype for w in map(_weight, layers) if isinstance(w, Tensor) and w.is_floating_point())
+
+
+def _weight(layer: Any) -> Any:
+    """A layer's weight, or of a parametrized one what it is computed from."""
+    held = getattr(layer, "_parameters", {})
+    if "weight" not in held and "parametrizations" in getattr(layer, "_modules", {}):
+        return next(layer.parameters(), None)
+    return getattr(layer, "weight", None)
 
 
 def is_dropout(held: Any) -> bool:

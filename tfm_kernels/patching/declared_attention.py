@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..mask import Mask
 from . import block, guard
 from .declaration import dropped, has_dropout, is_switch, number, of_one_dtype, parameters, probability
+from .found import Found
 
 MASKS = ("keep", "hide", "add", "sdpa")
 AXES = ("batch", "heads", "keys")
@@ -25,7 +26,6 @@ class DeclaredAttention:
         projections: names of the children that project queries, keys and values; queries, and keys and values; or all.
         out: name of the child that projects the result, or None.
         norm: name of the child that the one input goes through first, or None.
-        head_norms: names of the children that the queries and the keys of each head go through, or None.
         heads: number of heads, or name of the attribute that holds it.
         kv_heads: the same of the keys and values; None: as many.
         arguments: names of the forward's arguments for queries, keys, values and the mask, or None for the mask.
@@ -35,7 +35,9 @@ class DeclaredAttention:
         out_dropout: name of what drops elements of the result, or None.
         mask: one of MASKS.
         mask_axis: one of AXES, or None.
-        weights: whether the forward gives the weights too.
+        weights: whether the forward gives the weights too, or "before_dropout".
+        head_norms: names of what the queries and the keys of each head go through, or None.
+        found: what trials found beyond that.
     """
 
     projections: tuple[str, ...]
@@ -50,8 +52,9 @@ class DeclaredAttention:
     out_dropout: str | None = None
     mask: str = "keep"
     mask_axis: str | None = None
-    weights: bool = False
+    weights: bool | str = False
     head_norms: tuple[str | None, str | None] = (None, None)
+    found: Found = field(default_factory=Found, compare=False)
 
     def formula(self) -> str:
         """What a forward is to give, in words."""
@@ -67,7 +70,7 @@ class DeclaredAttention:
             return False
         if not of_one_dtype(inputs, (guard.child(module, name) for name in self.projections)):
             return False
-        if mask is not None and mask.dim() == 3 and self.mask_axis == "keys":
+        if self.found.leaves(inputs[0], mask) or (mask is not None and mask.dim() == 3 and self.mask_axis == "keys"):
             return False
         if not all(has_dropout(module, name) for name in (self.dropout, self.out_dropout)):
             return False
@@ -87,11 +90,12 @@ class DeclaredAttention:
         if isinstance(scale, Tensor):  # which may be trained, and which a graph may not read
             q, scale = q * scale.to(q.dtype), 1.0
         told: dict[str, Any] = {"bias": bias, "scale": scale, "backend": backend}
-        told["dropout_p"] = probability(module, self.dropout)
-        maps = None
+        told["dropout_p"] = p = probability(module, self.dropout)
+        result, maps = None, None
         if self.weights:
-            result, maps = block.attend_with_weights(q, k, v, mask, **told)
-        else:
+            told_of_maps = {**told, "dropout_p": 0.0} if self.weights == "before_dropout" else told
+            result, maps = block.attend_with_weights(q, k, v, mask, **told_of_maps)
+        if result is None or (p > 0.0 and self.weights == "before_dropout"):
             result = block.attend(q, k, v, mask, **told)
         result = block.merge_heads(result)
         result = result if self.out is None else guard.child(module, self.out)(result)

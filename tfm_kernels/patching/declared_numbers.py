@@ -17,11 +17,13 @@ from ..nn.ffn import ACTIVATIONS
 from . import guard
 from .declaration import calling, dropped, parameters, probability
 from .declared_norm import DeclaredNorm
+from .found import Found, draws_outside_torch, require_gradients, why_not_pure
 from .specimen import attempt, differ, fresh, require_dropouts, result, specimen, tried
 
 _WIDE = (torch.float32, torch.float64)
 _WIDTH = 16  # of rows for norms without parameters
 _SQUARE = 1024  # the longest rows of which there are as many as they are long
+_OTHER_GENERATOR = "{}: {}.forward must draw by torch alone, got numbers of another generator"
 _LEAST = 1e-7  # what is added to a root and smaller is not looked at: some take the larger of both instead
 
 
@@ -29,9 +31,18 @@ def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: Declare
     """Raises where the forward of ``cls`` is not the norm that ``op`` declared; part of a sentence: it refuses rows."""
     copy = specimen(module)
     reason = None if copy is None else _require_norm(op, cls, copy, norm)
-    if copy is None or reason is not None or all(each.dtype in _WIDE for each in copy.parameters()):
+    if reason is None and copy is not None and not all(each.dtype in _WIDE for each in copy.parameters()):
+        reason = _require_norm(op, cls, specimen(module, wide=True), norm)  # 16 bits show no small differences
+    if copy is None or reason is not None:
         return reason
-    return _require_norm(op, cls, specimen(module, wide=True), norm)  # 16 bits show no small differences
+    forward = functools.partial(_forward_of_one(cls), copy)
+    rows = _rows_of(copy, norm)
+    if rows is not None:
+        narrow = copy.bfloat16()
+        x = rows.bfloat16()
+        norm.found.look_at_dtypes(narrow, lambda: forward(x), lambda: x, autocast=False)
+        reason = why_not_pure(narrow, lambda: forward(x))
+    return reason
 
 
 def _require_norm(op: str, cls: type[nn.Module], copy: nn.Module, norm: DeclaredNorm) -> str | None:
@@ -48,6 +59,8 @@ def _require_norm(op: str, cls: type[nn.Module], copy: nn.Module, norm: Declared
             raise ValueError(f"{op}: {cls.__name__}.forward must give its input's {x.dtype}, got {got.dtype}")
         wanted, _ = attempt(copy, lambda: norm.of(x.double(), wide, norm.epsilons(copy), "reference"))
         if not differ(got, wanted):
+            if x.dtype in _WIDE and x.shape[-1] >= _WIDTH:  # of few features hardly any gradient is left
+                _require_gradients_of_norm(op, cls, copy, norm, x[..., :1, :])
             return None
         what = "other numbers"
         seen = x.abs().amax(-1) > 0
@@ -59,6 +72,13 @@ def _require_norm(op: str, cls: type[nn.Module], copy: nn.Module, norm: Declared
         )
 
     return _in_some_shape(rows, require)
+
+
+def _require_gradients_of_norm(op: str, cls: type[nn.Module], copy: nn.Module, norm: DeclaredNorm, x: Tensor) -> None:
+    """Of a row of ordinary numbers: those of smaller ones are so large that they would hide it."""
+    x, forward = x.clone(), functools.partial(_forward_of_one(cls), copy)
+    written = lambda: norm.of(x, norm.parameters(copy), norm.epsilons(copy), "reference")  # noqa: E731
+    require_gradients(op, cls, copy, [x], (lambda: forward(x.clone()), written))
 
 
 def require_post_norm(
@@ -81,7 +101,9 @@ def require_post_norm(
     x, other = drawn.unbind()
     layer: Any = (lambda t: 0.5 * t.roll(1, -1) + other) if sublayer is None else called[1]
     others = [] if sublayer is None else [None] * (_required(cls) - 1)  # a mask or two that the sublayer takes as well
-    calls: tuple[tuple[Any, ...], ...] = ((x, layer), (x, layer(x))) if sublayer is None else ((x, *others),)
+    calls: tuple[Callable[[], tuple[Any, ...]], ...] = (lambda: (x, *others),)
+    if sublayer is None:
+        calls = (lambda: (x, layer), lambda: (x, layer(x)))
     written = lambda: inner(x + dropped(copy, dropout, layer(x, *others)))  # noqa: E731
     if sublayer is not None:
         given, refused = attempt(copy, lambda: layer(x, *others))
@@ -89,18 +111,21 @@ def require_post_norm(
             return f"its {sublayer} gives a {type(given).__name__}, not a tensor"
     wanted, reason = tried(copy, written), None
     for call in calls:
-        forward = lambda call=call: cls.forward(copy, *fresh(call))  # noqa: E731
-        got, reason = result(op, cls, copy, functools.partial(cls.forward, copy), *call)
+        forward = lambda call=call: cls.forward(copy, *fresh(call()))  # noqa: E731
+        got, reason = result(op, cls, copy, functools.partial(cls.forward, copy), *call())
         if got is None:
             continue
         if differ(got, wanted):
             raise ValueError(
                 f"{op}: {cls.__name__}.forward must give {norm}(x + dropout(sublayer(x))), got other numbers: a "
-                "pre-norm wrapper, x + dropout(sublayer(norm(x))), needs no declaration"
+                "pre-norm wrapper, x + dropout(sublayer(norm(x))), needs no declaration, and others have none"
             )
+        require_gradients(op, cls, copy, [x], (forward, written))
         inside = [part for each in called for part in each.modules()]
+        if draws_outside_torch(copy.train(), forward):
+            raise ValueError(_OTHER_GENERATOR.format(op, cls.__name__))
         require_dropouts(op, cls, copy, (dropout,), inside, None, forward, written)
-        return None
+        return why_not_pure(copy, forward) if sublayer is None else None
     return reason if sublayer is None else None  # a child may take more than x
 
 
@@ -119,6 +144,7 @@ def require_feed_forward(
     swapped: bool,
     channels_first: bool,
     drops: tuple[str | None, str | None],
+    found: Found,
 ) -> str | None:
     """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for these dropouts."""
     op, copy = "declare_feed_forward", specimen(module, wide=True)
@@ -127,9 +153,10 @@ def require_feed_forward(
     if copy is None or any("forward" in layer.__dict__ for layer in layers if layer) or first.weight.numel() == 0:
         return None
     weight = first.weight.flatten(1)[0]
-    rows = _rows(weight if weight.is_floating_point() else weight.float())  # of 8 bits
-    if rows is None:
+    if weight.numel() < 2:
         return None
+    drawn = torch.randn(2, 3, weight.numel(), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    rows = drawn.to(weight.device, weight.dtype if weight.is_floating_point() else torch.float32)  # of 8 bits
 
     def rows_by(layer: Any, rows: Tensor) -> Tensor:
         return layer(rows.mT).mT if isinstance(layer, nn.Conv1d) else layer(rows)
@@ -165,10 +192,21 @@ def require_feed_forward(
                 f"{op}: {cls.__name__}.forward must give {names[1]}({inner}), got {numbers}: activation names one of "
                 f"{', '.join(ACTIVATIONS)}{halves}"
             )
-        require_dropouts(op, cls, copy, drops, inside, second, lambda: forward(x.clone()), lambda: written(x))
-        return None
+        run, declared = lambda: forward(x.clone()), lambda: written(x)
+        if rows.dtype in _WIDE:
+            require_gradients(op, cls, copy, [x], (run, declared))
+        if draws_outside_torch(copy.train(), run):
+            raise ValueError(_OTHER_GENERATOR.format(op, cls.__name__))
+        require_dropouts(op, cls, copy, drops, inside, second, run, declared)
+        reason = why_not_pure(copy, run)
+        found.look_at_dtypes(copy.eval(), run, declared, autocast=True)
+        return reason
 
-    return require(3 * rows) if channels_first else _in_some_shape(3 * rows, require)
+    reason = require(3 * rows) if channels_first else _in_some_shape(3 * rows, require)
+    if reason is None and all(isinstance(layer, nn.Linear) for layer in layers if layer is not None):
+        x = rows.bfloat16()
+        found.look_at_dtypes(copy.bfloat16(), lambda: forward(x), lambda: written(x), autocast=False)
+    return reason
 
 
 def _forward_of_one(cls: type[nn.Module]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from .. import _check
 from ..nn import Int8Linear
 from . import block, declaration, declared_numbers, guard
 from .declared_norm import DeclaredNorm
+from .found import Found
 from .registry import Recipe, from_forward, name_of, register_recipe
 from .specimen import once
 from .swap import options, original_class
@@ -82,6 +83,8 @@ def declare_feed_forward(
     if norm is not None and channels_first:
         raise ValueError(f"declare_feed_forward: norm must be None where channels_first=True, got {norm!r}")
 
+    found = Found()
+
     @_of_one(cls)
     def run(self: Any, x: Tensor) -> Any:
         layers: list[Any] = [guard.child(self, name) for name in (first, second)]
@@ -90,7 +93,7 @@ def declare_feed_forward(
             return NotImplemented
         if not all(declaration.has_dropout(self, name) for name in (dropout, out_dropout)):
             return NotImplemented
-        if not declaration.of_one_dtype((x,), (*layers, gated)):
+        if not declaration.of_one_dtype((x,), (*layers, gated)) or found.leaves(x):
             return NotImplemented
         told: dict[str, Any] = {"dropout_p": declaration.probability(self, dropout), "backend": options(self).backend}
         x = x if norm is None else guard.child(self, norm)(x)
@@ -111,7 +114,9 @@ def declare_feed_forward(
             return reason
         parts, drops = (first, second, gate, norm), (dropout, out_dropout)
         swapped = activated == "second"
-        return declared_numbers.require_feed_forward(cls, module, parts, activation, swapped, channels_first, drops)
+        return declared_numbers.require_feed_forward(
+            cls, module, parts, activation, swapped, channels_first, drops, found
+        )
 
     name, reads = name_of(cls), (Int8Linear,)
     return register_recipe(from_forward(name, cls, run, "feed-forward", covers, check, calls, reads))
@@ -133,7 +138,7 @@ def declare_layer_norm(
 
     One that divides by (std + eps), as that of The Annotated Transformer, has eps=0.0, eps_outside="eps" and, by
     ``x.std(-1)``, unbiased=True. ``patch`` tries it on a few rows and refuses a class that gives other numbers, and
-    leaves one as it is that takes no rows (..., N). It does not see a gradient that the forward cuts. A call whose x
+    leaves one as it is that takes no rows (..., N). A call whose x
     has another dtype than the parameters runs the forward as it is written.
 
     Args:
@@ -169,7 +174,7 @@ def declare_rms_norm(
     y = x / (sqrt(mean(x**2) + eps) + eps_outside) * weight
 
     ``patch`` tries it on a few rows and refuses a class that gives other numbers, and leaves one as it is that takes no
-    rows (..., N). It does not see a gradient that the forward cuts. A call whose x has another dtype than the weight
+    rows (..., N). A call whose x has another dtype than the weight
     runs the forward as it is written. One that divides by ``F.normalize`` has eps=0.0 and eps_outside=1e-12.
 
     Args:

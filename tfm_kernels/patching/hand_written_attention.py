@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _check
 from . import declaration
@@ -36,16 +36,17 @@ def declare_attention(
     arguments: tuple[str | None, ...] | None = None,
     mask: str = "keep",
     mask_axis: str | None = None,
-    weights: bool = False,
+    weights: bool | str = False,
 ) -> Recipe:
     """Declare that a class is multi-head attention: out(concat of heads softmax(scale q k^T) v), of (B, T, E).
 
     The projections are called as modules, so hooks and adapters on them keep working. ``patch`` tries a copy with other
-    parameters on a few rows, without a mask, with one, and in training, and refuses a class that gives other numbers.
-    It believes layers other than nn.Linear, which it cannot try, and leaves a module as it is whose forward refuses
-    such rows. It does not see what a forward does beyond 70 tokens (a longer window), by its state (a cache that an
-    attribute switches on), at large scores alone (a cap) or to gradients (``detach``). A call that gives arguments that
-    are not declared anything but their defaults runs the forward as it is written. A row that may see no key gives 0
+    parameters on a few rows, without a mask, with some, and in training, and refuses a class that gives other numbers
+    or gradients. It believes layers other than nn.Linear, which it cannot try, and leaves a module as it is whose
+    forward refuses such rows. It does not see what a forward does beyond 70 tokens (a longer window), by its state (a
+    cache that an attribute switches on, a buffer that is loaded later) or at large scores alone (a cap). The forward
+    runs as it is written where a call gives arguments that are not declared anything but their defaults, or a mask with
+    a number of axes that the trial found read in another way or not at all. A row that may see no key gives 0
     before ``out``, where code that fills with -1e9 gives the mean of hidden values. An attribute in which the forward
     keeps its weights for pictures, such as ``self.attn``, is not written: ``tfk.get_attention_maps`` gives the weights.
 
@@ -81,6 +82,7 @@ def declare_attention(
             a mask of two axes is (B, Tk), one of three is left to the forward. None: a mask with three axes is refused
             unless the first has size 1.
         weights: whether the forward returns (result, weights); dropout acts on those that are returned, too.
+            "before_dropout": it does not.
 
     Returns:
         The recipe, registered.
@@ -100,6 +102,8 @@ def declare_attention(
     op = "declare_attention"
     declaration.module_class(op, cls)
     _check.choice(op, "mask", mask, MASKS)
+    if not isinstance(weights, bool) and weights != "before_dropout":
+        raise ValueError(f"{op}: weights must be True, False or 'before_dropout', got {weights!r}")
     if mask_axis is not None:
         _check.choice(op, "mask_axis", mask_axis, AXES)
     all_named = {"query": query, "key": key, "value": value, "qkv": qkv, "kv": kv}
@@ -151,6 +155,10 @@ def declare_attention(
     @once
     def check(module: nn.Module) -> str | None:
         named(module)
+        for argument, held in (("heads", heads), ("kv_heads", kv_heads), ("causal", causal)):
+            value = declaration.number(module, held)
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"{op}: {argument} must name a number, got {held!r}, a tensor of {tuple(value.shape)}")
         return declaration.why_not_dropped(module, dropout, out_dropout) or require_attention(cls, module, declared)
 
     calls = tuple(name for name in (*layers, norm, *norms, out, out_dropout) if name is not None)

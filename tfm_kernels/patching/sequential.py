@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import block, guard
 from .registry import Recipe, register_recipe
-from .swap import fell_back, options, original_class
+from .swap import OPTIONS, fell_back, options, original_class
 
 
 class Run(NamedTuple):
@@ -60,10 +60,10 @@ def _sizes(module: Any) -> tuple[int, int]:
 
 
 def _recognise(module: nn.Module) -> bool:
-    """A Sequential, or a subclass that adds no forward, with such a block in it."""
+    """A Sequential, or a subclass that runs its children as that does, with such a block in it."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return False
-    if type(module).__call__ is not nn.Module.__call__:
+    if type(module).__iter__ is not nn.Sequential.__iter__ or type(module).__call__ is not nn.Module.__call__:
         return False
     children = list(module)
     return any(_run(children, start) is not None for start in range(len(children)))
@@ -96,6 +96,12 @@ def _fuse(original: Any) -> type:
             if not fused:
                 fell_back(self, "its linear layers were replaced or have hooks, or its input is no dense tensor")
             return input
+
+        def __getitem__(self, idx: Any) -> Any:  # a slice is a new module, of this class, which nobody patched
+            found = super().__getitem__(idx)
+            if type(found) is type(self) and found is not self and OPTIONS not in found.__dict__:
+                found.__class__ = original
+            return found
 
     return Fused
 

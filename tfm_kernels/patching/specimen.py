@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -41,16 +42,16 @@ def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta for each in held):
         return None
     kept = [value for inner in module.modules() for value in inner.__dict__.values() if isinstance(value, Tensor)]
+    made: dict[int, Any] = {id(value): value.detach().clone() for value in kept}  # weights for pictures
+    for inner in module.modules():  # what hooks hold may be a whole trainer
+        made |= {id(hooks): OrderedDict() for hooks in _hooks(inner)}
     try:
-        copy = copied(module, {id(value): value.detach().clone() for value in kept})  # weights for pictures
+        copy = copied(module, made)
     except Exception as error:  # a module may refuse to be copied
         raise CannotBeTried(f"its copy could not be tried: {type(error).__name__}: {error}") from error
     if _parts(copy) & _parts(module):
         raise CannotBeTried("a copy of it, to be tried, would share parts with it")
     noise = torch.rand(_NOISE, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu") - 0.5
-    for inner in copy.modules():
-        for hooks in (inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks):
-            hooks.clear()
     with torch.no_grad():
         for parameter in copy.parameters():
             if parameter.is_floating_point():
@@ -62,6 +63,11 @@ def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     if wide and any(each.dtype in (torch.float16, torch.bfloat16) for each in held):
         copy.float()
     return copy.eval()
+
+
+def _hooks(module: nn.Module) -> tuple[dict, ...]:
+    """Everything that hooks of a forward and its backward are kept in."""
+    return tuple(value for key, value in module.__dict__.items() if key in _OF_TORCH and "_hooks" in key)
 
 
 def once(require: Callable[[nn.Module], str | None]) -> Callable[[nn.Module], str | None]:
@@ -135,7 +141,9 @@ def _parts(module: nn.Module) -> set[int]:
     return {*map(id, module.modules()), *map(id, tensors), *filter(None, places)}
 
 
-def attempt(copy: nn.Module, run: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def attempt(
+    copy: nn.Module, run: Callable[[], Any], *, autocast: torch.dtype | None = None
+) -> tuple[Any, Exception | None]:
     """What a forward gives, or why it does not, leaving random numbers as they were; not compiled."""
     devices = {parameter.device for parameter in copy.parameters()}
     state, numpy = random.getstate(), sys.modules.get("numpy")
@@ -143,7 +151,7 @@ def attempt(copy: nn.Module, run: Callable[[], Any]) -> tuple[Any, Exception | N
     try:
         with ExitStack() as stack:
             for kind in {device.type for device in devices}:
-                stack.enter_context(torch.autocast(kind, enabled=False))
+                stack.enter_context(torch.autocast(kind, autocast, enabled=autocast is not None))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.random.fork_rng([device for device in devices if device.type == "cuda"]))
             if "torch._dynamo" in sys.modules:  # which takes seconds to import; without it nothing is compiled
@@ -200,8 +208,11 @@ def untried(refused: Exception) -> str:
     return f"its forward could not be tried: {type(refused).__name__}: {first}"
 
 
-def differ(got: Tensor | None, wanted: Tensor | None) -> bool:
-    """Whether two trials gave other numbers where ``got`` is finite; not where either gave none."""
+def differ(got: Tensor | None, wanted: Tensor | None, tolerance: float | None = None, least: float = 1e-30) -> bool:
+    """Whether two trials gave other numbers where ``got`` is finite; not where either gave none.
+
+    By the ``tolerance``, that of sums of their dtype, times the largest number, or ``least``.
+    """
     if got is None or wanted is None:
         return False
     if got.shape != wanted.shape:
@@ -210,8 +221,9 @@ def differ(got: Tensor | None, wanted: Tensor | None) -> bool:
     if not bool(finite.any()):
         return False
     found, named = got[finite].double(), wanted[finite].double()
-    size = float(named.abs().max().clamp(min=1e-30))  # NaN where one is
-    return not float((found - named).abs().max()) <= (2e-5 if got.dtype in _WIDE else 5e-2) * size
+    size = float(named.abs().max().clamp(min=least))  # NaN where one is
+    tolerance = tolerance or (2e-5 if got.dtype in _WIDE else 5e-2)
+    return not float((found - named).abs().max()) <= tolerance * size
 
 
 def require_dropouts(
@@ -298,6 +310,8 @@ class _Drawn(TorchDispatchMode):
         told = {each.name: each.default_value for each in named if each.has_default_value()}
         told |= {each.name: value for each, value in zip(named, args, strict=False)} | kwargs
         draws = torch.Tag.nondeterministic_seeded in operator.tags and told.get("dropout_p") != 0.0
+        if operator is torch.ops.aten.dropout.default:  # as it is in inference mode
+            draws = told["train"] and told["p"] > 0.0
         if draws and self.sizes is not None:
             drawn = result[0] if operator is torch.ops.aten.native_dropout.default else result  # F.dropout's on a GPU
             self.sizes = [*self.sizes, drawn.numel()] if isinstance(drawn, Tensor) else None
