@@ -1,5 +1,6 @@
 """Fused Transformer layers for PyTorch: drop-in modules, and the proof that the numbers still hold."""
 
+from . import _flops as _flops
 from . import models as models
 from . import nn as nn
 from . import ops as ops
@@ -25,3 +26,5 @@ from .quantization import QuantizationReport as QuantizationReport
 from .quantization import quantize as quantize
 from .tuning import TuneReport as TuneReport
 from .tuning import tune as tune
+
+_flops.tell_torch()

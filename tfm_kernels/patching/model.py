@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from .._backend import BACKENDS
+from .._flops import tell_torch
 from . import frozen, huggingface, swap
 from .registry import Refused, registered, was_true
 from .report import Entry, PatchReport
@@ -35,6 +36,8 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
 
     What attention and layers are given must not be written into before the backward: ``x = x + layer(x)``, not ``x +=
     layer(x)``, which PyTorch allows where ``batch_first`` makes it copy x, and otherwise refuses as here.
+
+    ``torch.utils.flop_counter`` counts our products where it was imported before the package, or before ``patch``.
 
     Kernels are differentiable once, and say so where a gradient is differentiated again, as a gradient penalty does:
     ``patch(model, backend="reference")`` is for that.
@@ -70,6 +73,7 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
         ...     y = model(x)
     """
     _check(model, packed, freeze, backend)
+    tell_torch()
     covered: dict[int, str] = {}
     entries, modules = [], []
     undo: list[_Before] = []
