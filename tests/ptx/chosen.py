@@ -10,16 +10,18 @@ NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 def marked_cases(ops, factors=None):
     """The cases of these ops that have every pair of levels once, as parameters.
 
-    Those are slow without which the others still have every level of every factor, or of those ``factors``.
+    Quick are as few as have every level of every factor, or of those ``factors``: again and again the one that has most
+    of what is still to come.
     """
-    seen, found = set(), []
-    for case in (case for case in pairs_once() if case.op in ops):
-        levels = {(name, str(level)) for name, level in case.levels.items() if factors is None or name in factors}
-        quick = not levels <= seen
-        if quick:
-            seen |= levels
-        found.append(pytest.param(case, id=case.id, marks=() if quick else pytest.mark.slow))
-    return found
+    cases = [case for case in pairs_once() if case.op in ops]
+    of = lambda case: {(n, str(v)) for n, v in case.levels.items() if factors is None or n in factors}
+    levels = {case.id: of(case) for case in cases}
+    left, quick = set().union(*levels.values()), set()
+    while left:
+        best = max(levels, key=lambda name: len(levels[name] & left))
+        quick.add(best)
+        left -= levels[best]
+    return [pytest.param(case, id=case.id, marks=() if case.id in quick else pytest.mark.slow) for case in cases]
 
 
 def assert_every_level(marked, at_most):
