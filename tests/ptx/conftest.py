@@ -10,20 +10,30 @@ from tests.cuda_on_cpu import cpu_tensors_taken
 
 WHO_SEES_WHOM = {  # in every run; a kernel of Triton's takes seconds to compile
     *(f"cuda-{mask}-{p}" for mask in ("causal", "lengths", "window", "keep", "all") for p in (0.0, 0.3)),
-    "triton-causal-0.0", "triton-lengths-0.0", "triton-window-0.3", "triton-keep-0.0", "triton-all-0.3",
+    "triton-causal-0.0", "triton-window-0.3", "triton-keep-0.0",
 }  # fmt: skip
+SLOW = {  # not in every run: their kernels are those of others, or like them
+    "test_wide_heads": {f"triton-{widths}-torch.float32" for widths in ((96, 96), (200, 200))},
+    "test_many_tiles": {"triton-torch.float32"},
+    "test_views_give_the_bits_of_contiguous_tensors": {"triton-torch.float16"},
+    "test_dropout_masks_are_those_of_the_other_backends": {f"triton-64-{p}" for p in (2.0**-33, 0.1, 0.5, 0.9999, 1.0)},
+}
 
 
 def pytest_collection_modifyitems(items):
-    """Marks parameters of a test that other backends share with these slow."""
-    shared = (Path(__file__).with_name("test_attention.py"), "test_who_sees_whom")
-    found = [item for item in items if (item.path, getattr(item, "originalname", None)) == shared]
-    for item in found:
-        if item.callspec.id not in WHO_SEES_WHOM:
+    """Marks parameters of tests that other backends share with these slow."""
+    of: dict[str, list] = {}
+    for item in items:
+        if item.path == Path(__file__).with_name("test_attention.py"):
+            of.setdefault(item.originalname, []).append(item)
+    every = {item.callspec.id for item in of.get("test_who_sees_whom", ())}
+    for name, slow in {**SLOW, "test_who_sees_whom": every - WHO_SEES_WHOM}.items():
+        found = {item.callspec.id: item for item in of.get(name, ())}
+        for item in (found[each] for each in slow & set(found)):
             item.add_marker(pytest.mark.slow)
-    lost = WHO_SEES_WHOM - {item.callspec.id for item in found}
-    if lost and len(found) > len(WHO_SEES_WHOM):  # whoever asks for a parameter alone collects no other
-        raise pytest.UsageError(f"test_who_sees_whom has no parameters {lost}")
+        lost = (slow | (WHO_SEES_WHOM if every and name == "test_who_sees_whom" else set())) - set(found)
+        if lost and len(found) > len(slow):  # whoever asks for a parameter alone collects no other
+            raise pytest.UsageError(f"{name} has no parameters {lost}")
 
 
 @pytest.fixture(scope="session")

@@ -51,10 +51,17 @@ def test_many_tiles(dtype, backend):
     assert_many_tiles(dtype, backend)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    "dtype, width", [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float16, 100), (torch.float32, 64)], ids=str
-)
+    "dtype, width, arch",
+    [
+        pytest.param(dtype, width, arch, marks=() if arch == quick else pytest.mark.slow)
+        for dtype, width, quick in (
+            (torch.bfloat16, 64, 90), (torch.bfloat16, 256, 80), (torch.float16, 100, 80), (torch.float32, 64, 90),
+        )
+        for arch in (80, 90)
+    ],
+    ids=str,
+)  # fmt: skip
 def test_keep_with_dropout(dtype, width, arch, gpu):
     """Two causes for Triton to plan the second product's factors by fewer bits than they have."""
     assert_contract("attention", kept_and_dropped(dtype, width), "triton")
@@ -68,8 +75,9 @@ def test_keep_with_dropout_of_few_queries(gpu):
     assert any("few" in name for name in gpu.launches)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("queries", [97, 5])
+@pytest.mark.parametrize(
+    "queries, arch", [(97, 90), (5, 80), *(pytest.param(*o, marks=pytest.mark.slow) for o in ((97, 80), (5, 90)))]
+)
 def test_keep_with_dropout_under_tf32(queries, arch, monkeypatch, gpu):
     """Norms of errors far below 1; TF32, whose factors have 11 bits, is nothing that the contract judges."""
     monkeypatch.setattr(_launch, "float32_products", lambda: "tf32")

@@ -70,8 +70,15 @@ MORE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 64), (torch.float16, 104), (torch.bfloat16, 128)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, width, more",
+    [
+        pytest.param(dtype, width, more, marks=() if width == 64 or more in ("all", "plain") else pytest.mark.slow)
+        for dtype, width in ((torch.bfloat16, 64), (torch.float16, 104), (torch.bfloat16, 128))
+        for more in MORE
+    ],
+    ids=str,
+)
 def test_many_tiles(dtype, width, more, gpu):
     given = {**drawn(dtype, width, *MANY), **MORE[more]}
     if "bias" in given and more == "all":
@@ -80,7 +87,9 @@ def test_many_tiles(dtype, width, more, gpu):
     assert KERNEL in gpu.launches and not OTHERS & set(gpu.launches)
 
 
-@pytest.mark.parametrize("more", ["causal", "lengths", "bias", "keep", "all"])
+@pytest.mark.parametrize(
+    "more", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("lengths", "keep")), "causal", "bias", "all"]
+)
 def test_nan_that_nobody_sees(more, gpu):
     given = {**drawn(torch.bfloat16, 64, *MANY), **MORE[more]}
     if more == "bias":

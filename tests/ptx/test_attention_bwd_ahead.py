@@ -81,9 +81,10 @@ MANY = (160, 464)  # queries and keys: tiles whole and not, more than twice arou
 FEW = (60, 40)  # one warp group
 
 
+QUICK_TILES = ((64, "lengths"), (64, "dropout"), (64, "all"), (128, "all"))
 WIDTHS = {64: torch.bfloat16, 104: torch.float16, 128: torch.bfloat16}
 TILES = [
-    pytest.param(dtype, width, more, marks=() if width == 64 or more == "all" else pytest.mark.slow)
+    pytest.param(dtype, width, more, marks=() if (width, more) in QUICK_TILES else pytest.mark.slow)
     for width, dtype in WIDTHS.items()
     for more in masks(0, 0)
 ]
@@ -97,10 +98,13 @@ def test_many_tiles(dtype, width, more, gpu):
         assert own(gpu)
 
 
+QUICK_PAIRS = ((64, "bias"), (64, "keep"), (64, "float32 bias"), (128, "all pairs"))
+
+
 @pytest.mark.parametrize(
     "width, more",
     [
-        pytest.param(width, more, marks=() if width == 64 or (width, more) == (128, "all pairs") else pytest.mark.slow)
+        pytest.param(width, more, marks=() if (width, more) in QUICK_PAIRS else pytest.mark.slow)
         for width in WIDTHS
         for more in pairs(torch.bfloat16, *FEW)
     ],
@@ -119,9 +123,10 @@ SHARED = {"heads": (3, 1), "sequences": (1, 4), "both": (1, 1)}  # the sequences
 @pytest.mark.parametrize(
     "width, shared, more",
     [
-        (64, "both", "lengths"), (128, "sequences", "causal"),
+        (128, "sequences", "causal"),
         *(pytest.param(width, shared, more, marks=pytest.mark.slow) for width, shared, more in (
-            (64, "sequences", "everything"), (104, "heads", "keep"), (128, "both", "lengths"), (64, "both", "causal"),
+            (64, "both", "lengths"), (64, "sequences", "everything"), (104, "heads", "keep"), (128, "both", "lengths"),
+            (64, "both", "causal"),
         )),
     ],
 )  # fmt: skip
@@ -180,8 +185,10 @@ def test_bits_are_no_more_than_the_results(monkeypatch, gpu):
 @pytest.mark.parametrize(
     "width, more",
     [
-        (64, "dropout"), (64, "all"), (64, "all pairs"), (128, "all"),
-        *(pytest.param(128, more, marks=pytest.mark.slow) for more in ("dropout", "all pairs")),
+        (64, "all pairs"), (128, "all"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (
+            (64, "dropout"), (64, "all"), (128, "dropout"), (128, "all pairs"),
+        )),
     ],
 )  # fmt: skip
 def test_both_kernels_draw(width, more, gpu, monkeypatch):
@@ -194,7 +201,7 @@ def test_both_kernels_draw(width, more, gpu, monkeypatch):
         assert own(gpu)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("p", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 @pytest.mark.parametrize("width", [64, 128])
 def test_groups_of_heads(width, p, gpu):
     given = {**drawn(torch.bfloat16, width, *MANY, heads=6), "mask": Mask.causal()}
