@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tfm_kernels as tfk
@@ -63,6 +64,13 @@ def test_packed_attention_counts_what_sequences_see():
     run = lambda: tfk.ops.attention_varlen(q, k, v, at, at, 7, 7, backend="cpu")
     assert counted(run) == 4 * 4 * (2 * 2 + 7 * 7) * 8
     assert counted(lambda: run().sum().backward()) == 14 * 4 * (2 * 2 + 7 * 7) * 8
+
+
+def test_packed_attention_of_fake_tensors_counts_at_most():
+    with FakeTensorMode():
+        q, at = torch.randn(9, 4, 8), torch.zeros(3, dtype=torch.int32)
+        run = lambda: tfk.ops.attention_varlen(q, q, q, at, at, 7, 7, backend="cpu")
+        assert counted(run) == 4 * 4 * 9 * 9 * 8
 
 
 @pytest.mark.parametrize("wanted", [(), ("x",), ("weight",), ("x", "weight")])

@@ -50,9 +50,11 @@ def _ffn_bwd(
 
 
 def _pairs(query: Tensor, key: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
-    """Scores of all heads; packed sequences have those of their own keys alone."""
+    """Scores of all heads; packed sequences have those of their own keys alone, which no fake tensor tells."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    if type(cu_seqlens_q) is not Tensor or cu_seqlens_q.is_meta:
+        return query.shape[0] * query.shape[1] * key.shape[0]
     return query.shape[1] * int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())
 
 

@@ -111,6 +111,11 @@ def test_autocast_casts_what_torch_casts(backend, dtype):
         assert block.double()(x.double()).dtype == torch.float64
 
 
+def test_a_bias_of_no_gate_is_refused():
+    with pytest.raises(ValueError, match="gate_bias must be False without a gate, got True: gated=True adds one"):
+        tfk.nn.FeedForward(12, 20, gate_bias=True)
+
+
 def test_gate_of_another_class_is_called():
     class Ones(nn.Linear):
         def forward(self, input):

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import random
 
 import pytest
 import torch
@@ -83,94 +82,6 @@ def assert_left(model, *given, **more):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
 
 
-class Second(Attention):
-    """A second argument that is no mask."""
-
-    def forward(self, x, context=None):
-        return super().forward(x if context is None else context)
-
-
-class NeedsMask(Attention):
-    def forward(self, x, mask):
-        return self.mixed(self.drop(self.scores(x).masked_fill(mask == 0, -1e9).softmax(-1)), x)
-
-
-class DropsResult(NeedsMask):
-    def forward(self, x, mask):
-        return self.drop(self.mixed(self.scores(x).masked_fill(mask == 0, -1e9).softmax(-1), x))
-
-
-class Windowed(Attention):
-    """Causal, but for keys more than seven places back; not for more than 40 tokens."""
-
-    def forward(self, x):
-        seen = torch.ones(40, 40).tril().triu(-7)[: x.shape[1], : x.shape[1]]
-        return self.mixed(self.drop(self.scores(x).masked_fill(seen == 0, -1e9).softmax(-1)), x)
-
-
-class Detached(Attention):
-    def forward(self, x):
-        return self.mixed(self.drop(self.scores(x.detach()).softmax(-1)), x)
-
-
-class Depth(Attention):
-    def forward(self, x):
-        y = self.mixed(self.drop(self.scores(x).softmax(-1)), x)
-        return 0 * y if self.training and random.random() < 0.01 else y
-
-
-class Weights(Attention):
-    def forward(self, x):
-        weights = self.scores(x).softmax(-1)
-        return self.mixed(self.drop(weights), x), weights
-
-
-REFUSED = {
-    "no mask": (Second, {}, "must take a mask of mask='keep' and mask_axis=None as its 'context', got an error for "
-                "each that was tried: with arguments=\\('x', None\\) its own code runs"),
-    "dropout that needs a mask": (NeedsMask, {"dropout": None}, "must drop elements by no dropout alone"),
-    "dropout of the result": (DropsResult, {}, "in training must drop by 'drop' what is declared"),
-    "window": (Windowed, {"causal": True}, "got other numbers of 33 tokens: a window"),
-    "detached": (Detached, {}, "must pass on the gradients of what is declared, got others"),
-    "drawn elsewhere": (Depth, {}, "must draw by torch alone, got numbers of another generator"),
-    "weights": (Weights, {"weights": True}, "got those without: weights='before_dropout' says so"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_is_refused(case):
-    cls, more, says = REFUSED[case]
-    with pytest.raises(ValueError, match=f"^declare_attention: {cls.__name__}.forward .*{says}"):
-        tfk.patch(attention(cls, **more))
-
-
-class Rolls(FeedForward):
-    def forward(self, x):
-        return super().forward(torch.cat((x[..., :16], x.roll(1, -2)[..., 16:]), -1))
-
-
-class Broadcasts(FeedForward):
-    def forward(self, x):
-        return super().forward(x[:1].expand_as(x))
-
-
-class Cuts(FeedForward):
-    def forward(self, x):
-        return super().forward(x.detach())
-
-
-@pytest.mark.parametrize("cls", [Rolls, Broadcasts, Cuts])
-def test_a_block_that_mixes_rows_or_cuts_gradients_is_refused(cls):
-    with pytest.raises(ValueError, match=f"{cls.__name__}.forward must (give b|pass on the gradients)"):
-        tfk.patch(feed_forward(cls))
-
-
-def test_an_argument_that_is_no_mask_is_left_to_the_forward():
-    model, x = attention(Second, arguments=("x", None)).eval(), torch.randn(2, 5, WIDTH)
-    assert_same_results(model, lambda m: m(x.to(m.o.weight)), backend="cpu")
-    assert_left(model, x, torch.randn(2, 5, WIDTH))
-
-
 class ByRank(Attention):
     """(B, Tk) and (B, Tq, Tk), as BERT's."""
 
@@ -214,6 +125,100 @@ def test_masks_with_other_numbers_of_axes(case):
         assert_left(model, x, other.float() if cls is Extended else other)
 
 
+class OnlyPadding(Attention):
+    """Keep masks of shape (B, 1, 1, Tk) alone."""
+
+    def shown(self, mask):
+        assert mask.shape[1:3] == (1, 1)
+        return mask
+
+
+class Named(ByRank):
+    """Reads masks of two axes as (B, Tk), or as (Tq, Tk), as its attribute says."""
+
+    def __init__(self, keys):
+        super().__init__()
+        self.keys = keys
+
+    def shown(self, mask):
+        return mask if mask.dim() == 2 and not self.keys else super().shown(mask)
+
+
+def test_masks_of_one_row_for_all_queries():
+    model, x = attention(OnlyPadding).eval(), torch.randn(2, 6, WIDTH)
+    mask = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    mask[1, ..., 4:] = False
+    assert_same_results(model, lambda m: m(x.to(m.o.weight), mask), backend="cpu")
+
+
+def test_what_is_found_of_one_module_says_nothing_of_others():
+    """Nor do modules that were refused, or are in another model; a copy and a pickle keep what was found."""
+    tfk.patching.declare_attention(Named, **DECLARED, dropout="drop", mask_axis="batch")
+    x, mask = torch.randn(6, 6, WIDTH), torch.ones(6, 6).tril()
+    both = nn.ModuleList([Named(keys=True), Named(keys=False)]).eval()
+    tfk.patch(Named(keys=True))
+    for first in (both, copy.deepcopy(both)):
+        with tfk.patch(first) as report:
+            for model in (first, copy.deepcopy(first)):
+                for module in model:
+                    module(x, mask)
+            assert list(report.fallbacks) == ["0"]
+
+
+class Uncastable(Attention):
+    def _apply(self, fn, recurse=True):
+        raise RuntimeError("is not to be cast")
+
+
+def test_a_module_that_refuses_to_be_cast():
+    model, x = attention(Uncastable).eval(), torch.randn(2, 5, WIDTH)
+    wanted = model(x)
+    with tfk.patch(model) as report:
+        torch.testing.assert_close(model(x), wanted)
+        assert notes(report)[""] == "fused attention" and not report.fallbacks
+
+
+class Remembers(nn.LayerNorm):
+    def forward(self, x):
+        self.last = x.std()
+        return super().forward(x)
+
+
+def test_what_a_called_child_keeps_is_its_own():
+    class Normed(FeedForward):
+        def __init__(self):
+            super().__init__()
+            self.norm = Remembers(WIDTH)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    tfk.patching.declare_feed_forward(Normed, first="a", second="b", activation="gelu", norm="norm")
+    model = Normed()
+    assert notes(tfk.patch(model))[""] == "feed-forward"
+    model(torch.randn(2, WIDTH))
+    assert model.norm.last > 0
+
+
+def test_a_gate_with_a_bias_on_a_backend_that_has_none():
+    """It is left to the forward, rather than refused in the middle of a model."""
+
+    class Gated(FeedForward):
+        def __init__(self):
+            super().__init__()
+            self.c = nn.Linear(WIDTH, 64)
+
+        def forward(self, x):
+            return self.b(F.gelu(self.a(x)) * self.c(x))
+
+    tfk.patching.declare_feed_forward(Gated, first="a", second="b", activation="gelu", gate="c")
+    model, x = Gated(), torch.randn(3, WIDTH)
+    wanted = model(x)
+    with tfk.patch(model, backend="triton") as report:
+        tfk.unpatch(model.a), tfk.unpatch(model.b), tfk.unpatch(model.c)
+        assert torch.equal(model(x), wanted) and report.fallbacks
+
+
 class OwnPrecision(Attention):
     def forward(self, x):
         with torch.autocast("cpu", enabled=False):
@@ -224,6 +229,12 @@ class OwnPrecisionBlock(FeedForward):
     @torch.autocast("cpu", enabled=False)
     def forward(self, x):
         return super().forward(x.float())
+
+
+class Weights(Attention):
+    def forward(self, x):
+        weights = self.scores(x).softmax(-1)
+        return self.mixed(self.drop(weights), x), weights
 
 
 class WideWeights(Attention):
@@ -282,31 +293,6 @@ def test_weights_before_dropout():
         assert not torch.equal(first, second) and not report.fallbacks
     with pytest.raises(ValueError, match="weights must be True, False or 'before_dropout', got 'after'"):
         attention(Weights, weights="after")
-
-
-class Keeps(FeedForward):
-    def forward(self, x):
-        self.hidden = F.gelu(self.a(x))
-        return self.b(self.hidden)
-
-
-class Counts(FeedForward):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        if self.training:
-            self.calls += 1
-        return super().forward(x)
-
-
-@pytest.mark.parametrize(("cls", "name"), [(Keeps, "hidden"), (Counts, "calls")])
-def test_a_block_that_keeps_something_is_left_as_it_is(cls, name):
-    model = feed_forward(cls)
-    assert notes(tfk.patch(model))[""] == f"because its forward writes {name}, which the fused one does not"
-    assert name == "calls" or not hasattr(model, name)
-    assert name == "hidden" or model.calls == 0
 
 
 def test_a_parametrized_layer_computes_its_weight_once_a_call():

@@ -125,11 +125,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check(query, key, value)
         batched = query.dim() == 3
         seq_axis = 1 if self.batch_first or not batched else 0
-        if _cannot_be_kept(query, key, value):
-            of = {
-                id(t): t.clone() for t in (query, key, value)
-            }  # which autograd may keep; torch's transposes are copies
-            query, key, value = of[id(query)], of[id(key)], of[id(value)]
+        if _cannot_be_kept(query, key, value):  # torch trains on what inference mode made, by a copy
+            copies = {id(each): each for each in (query, key, value)}
+            copies = {name: each.clone() for name, each in copies.items()}
+            query, key, value = (copies[id(each)] for each in (query, key, value))
         q, k, v = self._project(query, key, value)
         if not batched:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)

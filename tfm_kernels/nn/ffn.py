@@ -69,6 +69,8 @@ class FeedForward(nn.Module):
         _arguments.size("FeedForward", "dim_feedforward", dim_feedforward)
         _check.probability("FeedForward", "dropout", dropout)
         _arguments.backend("FeedForward", backend)
+        if gate_bias and not gated:
+            raise ValueError("FeedForward: gate_bias must be False without a gate, got True: gated=True adds one")
         super().__init__()
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, device=device, dtype=dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import guard
 from .declaration import calling, number, probability
 from .declared_attention import AXES, MASKS, DeclaredAttention
-from .found import draws_outside_torch, require_gradients
+from .found import Found, require_gradients, why_not_pure
 from .specimen import attempt, differ, fresh, require_dropouts, require_unwritten, specimen, untried
 
 _OP = "declare_attention"
@@ -26,10 +26,10 @@ _LENGTH = 5
 _LONG = (70, 64, 33, 16, 8)  # beyond a window of 64, or as long as a forward takes
 
 
-def require_attention(cls: type[nn.Module], module: nn.Module, declared: DeclaredAttention) -> str | None:
+def require_attention(cls: type[nn.Module], module: nn.Module, declared: DeclaredAttention) -> str | Found | None:
     """Raises where the forward of ``cls`` is not what is declared: without a mask, with one, and in training.
 
-    Part of a sentence where the forward refuses to be tried.
+    What it found beyond that; part of a sentence where the forward refuses to be tried; None where it is believed.
     """
     copy = specimen(module, wide=True)
     if copy is None:
@@ -50,42 +50,34 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
     of = functools.partial(_Trial, cls, copy, layers, declared)
     trial = of(_LENGTH)
     alone = trial.require(declared, [None], _ALONE) is not None
-    right = None if declared.arguments[3] is None else trial.require_masks(declared, alone)
+    found = Found()
+    right = None if declared.arguments[3] is None else trial.require_masks(declared, alone, found)
     if not alone and right is None:
         _, refused = attempt(copy, lambda: trial.forward(None))
         return None if refused is None else untried(refused)
     given = None if alone else right
     for length in _LONG:
         long = of(length)
-        masks = [None] if alone else long.like(declared, given)
+        masks = [None if alone else long.like(declared, given)]
         if long.require(declared, masks, _FURTHER.format(length)) is not None:
             break
     if right is not None and declared.mask_axis is None:  # one of two axes may also be (B, Tk), where both fit
         square = of(_ROWS)
         square.require(declared, square.masks(declared)[-1], _OF_TWO)
-    forward, written = lambda: _parts(trial.forward(given))[0], lambda: trial.written(declared, given)[0]
-    require_gradients(_OP, cls, copy, trial.inputs, (forward, written))
-    if right is not None and alone:
-        forward_masked, written_masked = lambda: trial.forward(right), lambda: trial.written(declared, right)
-        require_gradients(
-            _OP, cls, copy, trial.inputs, (lambda: _parts(forward_masked())[0], lambda: written_masked()[0])
-        )
+    for mask in [None] * alone + [right] * (right is not None):
+        firsts = (lambda run=run: _parts(run())[0] for run in trial.runs(declared, mask))
+        require_gradients(_OP, cls, copy, trial.inputs, firsts)
     _require_drops(cls, trial, declared, given, [inner for layer in called for inner in layer.modules()], out)
-    copy.eval()
-    for autocast in (True, False):
-        narrow = trial if autocast else _Trial(cls, copy.bfloat16(), layers, declared, _LENGTH)
-        mask = given if autocast or given is None else narrow.like(declared, given)[0]
-        forward, written = functools.partial(narrow.forward, mask), functools.partial(narrow.written, declared, mask)
-        declared.found.look_at_dtypes(copy, forward, written, autocast=autocast)
-    return None
+    if why_not_pure(copy, lambda: trial.forward(given), copy.modules()) is not None:
+        return "its forward draws numbers of another generator than torch's"
+    found.look_at_dtypes(copy, lambda narrow: of(_LENGTH).runs(declared, given))
+    return found
 
 
 def _require_drops(
     cls: type[nn.Module], trial: _Trial, declared: DeclaredAttention, mask: Any, inside: list[nn.Module], out: Any
 ) -> None:
     """Raises where the forward in training does not drop as declared, of the weights that it gives too."""
-    if draws_outside_torch(trial.copy.train(), lambda: trial.forward(mask)):
-        raise ValueError(f"{_OP}: {cls.__name__}.forward must draw by torch alone, got numbers of another generator")
 
     def require(declared: DeclaredAttention) -> None:
         drops = (declared.dropout, declared.out_dropout)
@@ -142,6 +134,12 @@ class _Trial:
         """What it is to give."""
         return declared.run(self.copy, self.inputs, mask, "reference")
 
+    def runs(self, declared: DeclaredAttention, mask: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """The forward, and what is declared, under a mask like this one, which may be another trial's."""
+        if mask is not None:
+            mask = self.like(declared, mask)
+        return functools.partial(self.forward, mask), functools.partial(self.written, declared, mask)
+
     def dropped(self, declared: DeclaredAttention) -> list[int]:
         """How many elements each declared dropout acts on."""
         queries, keys = (t.shape[1] for t in self.inputs[:2])
@@ -165,30 +163,32 @@ class _Trial:
                 )
         return taken or None
 
-    def require_masks(self, declared: DeclaredAttention, alone: bool) -> Any:
+    def require_masks(self, declared: DeclaredAttention, alone: bool, found: Found) -> Any:
         """Raises where the forward does not read masks as declared, in every dtype; one that it takes.
 
         Those of a number of axes in which it does not are left to it, where another is right. None, where it does not
         run ``alone``: nor with any.
         """
         right: dict[int, Tensor] = {}
-        failed = None
+        wrong, failed = set(), None
         wanted = self.masks(declared)
-        for place, masks in enumerate((*wanted, *self._of_other_axes(declared))):
+        for place, masks in enumerate((*wanted, *self._of_other_shapes(declared))):
             try:
                 taken = self.require(declared, masks, _MASKED)
             except ValueError as error:
-                failed = failed or (error if place < len(wanted) else None)
+                wrong.add(masks[0].dim())
+                failed = failed or (error.with_traceback(None) if place < len(wanted) else None)
             else:
-                right |= {} if taken is None else {taken[0].dim(): taken[0]}
-        if not {masks[0].dim() for masks in wanted} & set(right):
+                right |= {} if taken is None else {taken[0].dim(): right.get(taken[0].dim(), taken[0])}
+        right = {axes: mask for axes, mask in right.items() if axes not in wrong}
+        first = next((right[masks[0].dim()] for masks in wanted if masks[0].dim() in right), None)
+        if first is None:
             if failed is not None:
                 raise failed
             self._raise_untaken(declared, alone)
             return None
-        before = declared.found.axes
-        declared.found.axes = frozenset(right) if before is None else before & frozenset(right)
-        return next(right[masks[0].dim()] for masks in wanted if masks[0].dim() in right)
+        found.axes = frozenset(right)
+        return first
 
     def _raise_untaken(self, declared: DeclaredAttention, alone: bool) -> None:
         hint = self._guess_of_mask(declared)
@@ -244,20 +244,25 @@ class _Trial:
             found = [keep]
         return [self._in_dtypes(each, declared.mask) for each in found]
 
-    def _of_other_axes(self, declared: DeclaredAttention) -> list[list[Any]]:
-        """Masks with numbers of axes of which the declaration does not say what they are; they broadcast."""
-        plain = dataclasses.replace(declared, mask_axis=None)
-        of_four, of_two = self.masks(plain)
+    def _of_other_shapes(self, declared: DeclaredAttention) -> list[list[Any]]:
+        """Masks that are one row for all queries, and with numbers of axes of which the declaration does not say what
+        they are; they broadcast.
+        """
+        of_four, of_two = self.masks(dataclasses.replace(declared, mask_axis=None))
+        (of_keys,) = self.masks(dataclasses.replace(declared, mask_axis="keys"))
+        padding = [mask[:, None, None] for mask in of_keys]
         if declared.mask_axis is None:
-            return [[mask[None] for mask in of_two]]
-        return [of_four] if declared.mask_axis == "keys" else [of_four, of_two]
+            return [padding, [mask[None] for mask in of_two]]
+        if declared.mask_axis == "keys":
+            return [of_four, padding]
+        rows = [mask[:, None] for mask in of_keys] if declared.mask_axis == "batch" else []
+        return [each for each in (rows, of_four, padding, of_two) if each]
 
-    def like(self, declared: DeclaredAttention, mask: Any) -> list[Any]:
-        """Masks of this trial's length and dtype with as many axes as one of another's."""
-        every = (each for masks in self.masks(declared) for each in masks if each.dim() == mask.dim())
-        return [
-            each for each in every if each.dtype == mask.dtype or each.is_floating_point() == mask.is_floating_point()
-        ]
+    def like(self, declared: DeclaredAttention, mask: Any) -> Any:
+        """A mask of this trial's length and dtype, of the shape and kind of another's."""
+        of = lambda each: (each.dim(), each.shape[-2] == 1, each.dtype if not each.is_floating_point() else None)  # noqa: E731
+        every = (each for masks in (*self.masks(declared), *self._of_other_shapes(declared)) for each in masks)
+        return next(each for each in every if of(each) == of(mask))
 
     def _in_dtypes(self, keep: Tensor, meaning: str) -> list[Any]:
         dtype = self.inputs[0].dtype

@@ -125,6 +125,13 @@ def feed_forward(
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
 
 
+def why_not_gate(first: Any, gate: Any, backend: str | None) -> str | None:
+    """None where ``backend``, if one was named, adds the bias of a gate that has one, else part of a sentence."""
+    if backend not in ("triton", "cuda") or gate is None or (first if gate is first else gate).bias is None:
+        return None
+    return f"its gate has a bias, which backend {backend!r} does not add"
+
+
 def dtypes(*layers: Any) -> list[torch.dtype]:
     """Those of the layers' weights that must be the input's: an Int8Linear takes any."""
     return [layer.weight.dtype for layer in layers if type(layer) is not Int8Linear]

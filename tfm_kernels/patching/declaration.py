@@ -115,9 +115,9 @@ def of_one_dtype(inputs: Sequence[Tensor], layers: Iterable[Any]) -> bool:
 
 def _weight(layer: Any) -> Any:
     """A layer's weight, or of a parametrized one what it is computed from."""
-    held = getattr(layer, "_parameters", {})
-    if "weight" not in held and "parametrizations" in getattr(layer, "_modules", {}):
-        return next(layer.parameters(), None)
+    parametrized = getattr(layer, "_modules", {}).get("parametrizations", ())
+    if "weight" in parametrized:
+        return next(parametrized["weight"].parameters(), None)
     return getattr(layer, "weight", None)
 
 

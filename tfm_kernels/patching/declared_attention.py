@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..mask import Mask
 from . import block, guard
 from .declaration import dropped, has_dropout, is_switch, number, of_one_dtype, parameters, probability
-from .found import Found
+from .swap import options
 
 MASKS = ("keep", "hide", "add", "sdpa")
 AXES = ("batch", "heads", "keys")
@@ -37,7 +37,6 @@ class DeclaredAttention:
         mask_axis: one of AXES, or None.
         weights: whether the forward gives the weights too, or "before_dropout".
         head_norms: names of what the queries and the keys of each head go through, or None.
-        found: what trials found beyond that.
     """
 
     projections: tuple[str, ...]
@@ -54,7 +53,6 @@ class DeclaredAttention:
     mask_axis: str | None = None
     weights: bool | str = False
     head_norms: tuple[str | None, str | None] = (None, None)
-    found: Found = field(default_factory=Found, compare=False)
 
     def formula(self) -> str:
         """What a forward is to give, in words."""
@@ -70,7 +68,10 @@ class DeclaredAttention:
             return False
         if not of_one_dtype(inputs, (guard.child(module, name) for name in self.projections)):
             return False
-        if self.found.leaves(inputs[0], mask) or (mask is not None and mask.dim() == 3 and self.mask_axis == "keys"):
+        found = options(module).found
+        if found is not None and found.leaves(inputs[0], mask):
+            return False
+        if mask is not None and mask.dim() == 3 and self.mask_axis == "keys":
             return False
         if not all(has_dropout(module, name) for name in (self.dropout, self.out_dropout)):
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..ops.layer_norm import layer_norm_of_sum
 from . import guard
-from .found import Found
+from .swap import options
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class DeclaredNorm:
         unbiased: whether the variance divides by N - 1.
         rms: whether the mean is neither looked for nor taken off.
         unit_offset: whether the factor is 1 + weight.
-        found: what trials found beyond that.
     """
 
     weight: str | None = "weight"
@@ -37,7 +36,6 @@ class DeclaredNorm:
     unbiased: bool = False
     rms: bool = False
     unit_offset: bool = False
-    found: Found = field(default_factory=Found, compare=False)
 
     def names(self) -> dict[str, Any]:
         """Argument of the declaration -> the attribute that it names, or a number, or None."""
@@ -74,7 +72,8 @@ class DeclaredNorm:
     def takes(self, norm: Any, *given: Tensor) -> bool:
         """Whether the parameters are rows of the dtype of a sum of ``given``: then the forward's result has it, too."""
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
-        if not dtype.is_floating_point or any(map(self.found.leaves, given)):
+        found = options(norm).found
+        if not dtype.is_floating_point or (found is not None and any(map(found.leaves, given))):
             return False
         return all(p is None or (p.dtype == dtype and p.shape == given[0].shape[-1:]) for p in self._held(norm))
 

@@ -17,32 +17,36 @@ from ..nn.ffn import ACTIVATIONS
 from . import guard
 from .declaration import calling, dropped, parameters, probability
 from .declared_norm import DeclaredNorm
-from .found import Found, draws_outside_torch, require_gradients, why_not_pure
+from .found import Found, require_gradients, why_not_pure
 from .specimen import attempt, differ, fresh, require_dropouts, result, specimen, tried
 
 _WIDE = (torch.float32, torch.float64)
 _WIDTH = 16  # of rows for norms without parameters
 _SQUARE = 1024  # the longest rows of which there are as many as they are long
-_OTHER_GENERATOR = "{}: {}.forward must draw by torch alone, got numbers of another generator"
 _LEAST = 1e-7  # what is added to a root and smaller is not looked at: some take the larger of both instead
 
 
-def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: DeclaredNorm) -> str | None:
-    """Raises where the forward of ``cls`` is not the norm that ``op`` declared; part of a sentence: it refuses rows."""
+def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: DeclaredNorm) -> str | Found | None:
+    """Raises where the forward of ``cls`` is not the norm that ``op`` declared; part of a sentence: it refuses rows.
+
+    What it found beyond that; None where it is believed.
+    """
     copy = specimen(module)
     reason = None if copy is None else _require_norm(op, cls, copy, norm)
     if reason is None and copy is not None and not all(each.dtype in _WIDE for each in copy.parameters()):
         reason = _require_norm(op, cls, specimen(module, wide=True), norm)  # 16 bits show no small differences
-    if copy is None or reason is not None:
+    rows = None if copy is None or reason is not None else _rows_of(copy, norm)
+    if copy is None or rows is None:
         return reason
-    forward = functools.partial(_forward_of_one(cls), copy)
-    rows = _rows_of(copy, norm)
-    if rows is not None:
-        narrow = copy.bfloat16()
-        x = rows.bfloat16()
-        norm.found.look_at_dtypes(narrow, lambda: forward(x), lambda: x, autocast=False)
-        reason = why_not_pure(narrow, lambda: forward(x))
-    return reason
+    forward, found = functools.partial(_forward_of_one(cls), copy), Found()
+
+    def runs(narrow: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        x = rows.bfloat16() if narrow else rows
+        return lambda: forward(x), lambda: x
+
+    reason = why_not_pure(copy, lambda: forward(rows.clone()))
+    found.look_at_dtypes(copy, runs)
+    return reason or found
 
 
 def _require_norm(op: str, cls: type[nn.Module], copy: nn.Module, norm: DeclaredNorm) -> str | None:
@@ -122,10 +126,8 @@ def require_post_norm(
             )
         require_gradients(op, cls, copy, [x], (forward, written))
         inside = [part for each in called for part in each.modules()]
-        if draws_outside_torch(copy.train(), forward):
-            raise ValueError(_OTHER_GENERATOR.format(op, cls.__name__))
         require_dropouts(op, cls, copy, (dropout,), inside, None, forward, written)
-        return why_not_pure(copy, forward) if sublayer is None else None
+        return why_not_pure(copy, forward, called)
     return reason if sublayer is None else None  # a child may take more than x
 
 
@@ -144,9 +146,11 @@ def require_feed_forward(
     swapped: bool,
     channels_first: bool,
     drops: tuple[str | None, str | None],
-    found: Found,
-) -> str | None:
-    """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for these dropouts."""
+) -> str | Found | None:
+    """Raises where the forward of ``cls`` is not second(activation(first(x)) [* gate(x)]) but for these dropouts.
+
+    What it found beyond that; part of a sentence where the forward is to be left; None where it is believed.
+    """
     op, copy = "declare_feed_forward", specimen(module, wide=True)
     layers: list[Any] = [None if name is None or copy is None else guard.child(copy, name) for name in names]
     first, second, gate, norm = layers
@@ -195,18 +199,20 @@ def require_feed_forward(
         run, declared = lambda: forward(x.clone()), lambda: written(x)
         if rows.dtype in _WIDE:
             require_gradients(op, cls, copy, [x], (run, declared))
-        if draws_outside_torch(copy.train(), run):
-            raise ValueError(_OTHER_GENERATOR.format(op, cls.__name__))
         require_dropouts(op, cls, copy, drops, inside, second, run, declared)
-        reason = why_not_pure(copy, run)
-        found.look_at_dtypes(copy.eval(), run, declared, autocast=True)
-        return reason
+        impure.append(why_not_pure(copy, run, filter(None, layers)))
+        return None
 
+    def runs(narrow: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        x = rows.bfloat16() if narrow else rows
+        return lambda: forward(x), lambda: written(x)
+
+    found = Found()
+    impure: list[str | None] = []
     reason = require(3 * rows) if channels_first else _in_some_shape(3 * rows, require)
-    if reason is None and all(isinstance(layer, nn.Linear) for layer in layers if layer is not None):
-        x = rows.bfloat16()
-        found.look_at_dtypes(copy.bfloat16(), lambda: forward(x), lambda: written(x), autocast=False)
-    return reason
+    if reason is None:
+        found.look_at_dtypes(copy, runs)
+    return reason or next(filter(None, impure), found)
 
 
 def _forward_of_one(cls: type[nn.Module]) -> Callable[..., Any]:

@@ -21,30 +21,39 @@ _OF_TORCH = frozenset(nn.Module().__dict__)
 
 @dataclass
 class Found:
-    """What the fused code leaves to the forward of a class, from all its modules that were tried.
+    """What the fused code leaves to the forward of a module.
 
     Attributes:
-        wide: whether in 16 bits, or under autocast, the forward gives another dtype than the fused code.
+        narrow: whether in 16 bits the forward gives another dtype than the fused code.
+        autocast: the same under autocast.
         axes: the numbers of axes of the masks that were tried and right; None: none was tried.
     """
 
-    wide: bool = False
+    narrow: bool = False
+    autocast: bool = False
     axes: frozenset[int] | None = None
 
     def leaves(self, x: Tensor, mask: Tensor | None = None) -> bool:
         """Whether a call of these is the forward's."""
-        if self.wide and (x.dtype in _NARROW or autocast_dtype(x.device) is not None):
+        if self.narrow and x.dtype in _NARROW:
+            return True
+        if self.autocast and autocast_dtype(x.device) is not None:
             return True
         return mask is not None and self.axes is not None and mask.dim() not in self.axes
 
-    def look_at_dtypes(
-        self, copy: nn.Module, forward: Callable[[], Any], written: Callable[[], Any], *, autocast: bool
-    ) -> None:
-        """Sees whether two runs of a copy give tensors of the same dtypes, ``autocast`` to bfloat16 or not."""
-        dtype = torch.bfloat16 if autocast else None
-        (got, refused), (wanted, wrong) = (attempt(copy, run, autocast=dtype) for run in (forward, written))
-        if refused is None and wrong is None and _dtypes(got) != _dtypes(wanted):
-            self.wide = True
+    def look_at_dtypes(self, copy: nn.Module, runs: Callable[[bool], Iterable[Callable[[], Any]]]) -> None:
+        """Sees whether the runs, of the forward and of what is declared, give other dtypes than one another.
+
+        Under autocast, and in bfloat16, which the copy then stays: ``runs`` are asked for anew, and told so.
+        """
+        self.autocast = _differ_in_dtype(copy, runs(False), torch.bfloat16)
+        _, refused = attempt(copy, copy.bfloat16)
+        self.narrow = refused is None and _differ_in_dtype(copy, runs(True), None)
+
+
+def _differ_in_dtype(copy: nn.Module, runs: Iterable[Callable[[], Any]], autocast: torch.dtype | None) -> bool:
+    (got, refused), (wanted, wrong) = (attempt(copy, run, autocast=autocast) for run in runs)
+    return refused is None and wrong is None and _dtypes(got) != _dtypes(wanted)
 
 
 def _dtypes(result: Any) -> list[torch.dtype]:
@@ -63,48 +72,33 @@ def require_gradients(
     got, wanted = (attempt(copy, lambda run=run: _gradients(run, leaves))[0] for run in runs)  # type: ignore[misc]
     if got is None or wanted is None:
         return
-    least = 1e-2 * max(
-        float(gradient.abs().max()) for gradient in wanted if gradient.numel()
-    )  # of a key's bias it is 0
-    if any(differ(*pair, 1e-3, least) for pair in zip(got, wanted, strict=True)):
-        raise ValueError(
-            f"{op}: {cls.__name__}.forward must pass on the gradients of what is declared, got others, which detach() "
-            "and no_grad() may have cut"
-        )
+    if len(got) == len(wanted):
+        largest = max((float(gradient.abs().max()) for gradient in wanted if gradient.numel()), default=0.0)
+        least = max(1e-2 * largest, 1e-30)  # those of the keys' bias are 0, but for rounding
+        if not any(differ(*pair, 1e-3, least) for pair in zip(got, wanted, strict=True)):
+            return
+    raise ValueError(
+        f"{op}: {cls.__name__}.forward must pass on the gradients of what is declared, got others, which detach() and "
+        "no_grad() may have cut"
+    )
 
 
 @torch.enable_grad()
 def _gradients(run: Callable[[], Any], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """Some numbers of each leaf's; of none where the result has no graph."""
     result = run()
+    if not result.requires_grad:
+        return ()
     weights = torch.linspace(0.5, 1.5, result.numel(), device=result.device, dtype=result.dtype)
     found = torch.autograd.grad((result * weights.view_as(result)).sum(), leaves, materialize_grads=True)
     return tuple(each.flatten()[:: max(1, each.numel() // _MANY)] for each in found)
 
 
-def why_not_pure(copy: nn.Module, run: Callable[[], Any]) -> str | None:
-    """None where a run in training and one in evaluation keep nothing in the module; part of a sentence."""
-    for training in (True, False):
-        copy.train(training)
-        before = _state(copy)
-        attempt(copy, run)
-        changed = [name for name, state in _state(copy).items() if before.get(name) != state]
-        if changed:
-            return f"its forward writes {changed[0]}, which the fused one does not"
-    return None
-
-
-def _state(module: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, inner in module.named_modules():
-        prefix = f"{name}." if name else ""
-        found |= {prefix + key: id(value) for key, value in inner.__dict__.items() if key not in _OF_TORCH}
-        held = ((key, each) for key, each in inner._buffers.items() if each is not None)
-        found |= {prefix + key: (id(each), None if each.is_inference() else each._version) for key, each in held}
-    return found
-
-
-def draws_outside_torch(copy: nn.Module, run: Callable[[], Any]) -> bool:
-    """Whether a run draws random numbers of Python's or NumPy's, which no seed of torch decides."""
+def why_not_pure(copy: nn.Module, run: Callable[[], Any], called: Iterable[nn.Module] = ()) -> str | None:
+    """None where a run in training and one in evaluation keep nothing in the module, but for what children keep that
+    are ``called``, and draw by torch alone; part of a sentence.
+    """
+    apart = {inner for child in called for inner in child.modules()}
     moved = []
 
     def watched() -> None:
@@ -112,8 +106,28 @@ def draws_outside_torch(copy: nn.Module, run: Callable[[], Any]) -> bool:
         run()
         moved.append(_generators() != before)
 
-    attempt(copy, watched)
-    return any(moved)
+    for training in (True, False):
+        copy.train(training)
+        before = _state(copy, apart)
+        attempt(copy, watched)
+        if any(moved):
+            return "its forward draws numbers of another generator than torch's"
+        changed = [name for name, state in _state(copy, apart).items() if before.get(name) != state]
+        if changed:
+            return f"its forward writes {changed[0]}, which the fused one does not"
+    return None
+
+
+def _state(module: nn.Module, apart: set[nn.Module]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, inner in module.named_modules():
+        if inner in apart:
+            continue
+        prefix = f"{name}." if name else ""
+        found |= {prefix + key: id(value) for key, value in inner.__dict__.items() if key not in _OF_TORCH}
+        held = ((key, each) for key, each in inner._buffers.items() if each is not None)
+        found |= {prefix + key: (id(each), None if each.is_inference() else each._version) for key, each in held}
+    return found
 
 
 def _generators() -> Any:

@@ -47,8 +47,9 @@ def declare_feed_forward(
 ) -> Recipe:
     """Declare that a class is a feed-forward block: second(dropout(activation(first(x)))), with a gate times gate(x).
 
-    ``patch`` tries it on two rows, refuses a class that gives other numbers or drops some by another dropout, and
-    leaves one as it is that takes no rows (..., E).
+    ``patch`` tries it on a few rows, refuses a class that gives other numbers or gradients or drops some by another
+    dropout, and leaves one as it is that takes no rows (..., E), keeps what it computes in an attribute or a buffer, or
+    draws by another generator than torch's.
 
     Args:
         cls: the class, matched exactly. Its forward takes x alone.
@@ -83,8 +84,6 @@ def declare_feed_forward(
     if norm is not None and channels_first:
         raise ValueError(f"declare_feed_forward: norm must be None where channels_first=True, got {norm!r}")
 
-    found = Found()
-
     @_of_one(cls)
     def run(self: Any, x: Tensor) -> Any:
         layers: list[Any] = [guard.child(self, name) for name in (first, second)]
@@ -93,9 +92,12 @@ def declare_feed_forward(
             return NotImplemented
         if not all(declaration.has_dropout(self, name) for name in (dropout, out_dropout)):
             return NotImplemented
-        if not declaration.of_one_dtype((x,), (*layers, gated)) or found.leaves(x):
+        own = options(self)
+        if not declaration.of_one_dtype((x,), (*layers, gated)) or (own.found is not None and own.found.leaves(x)):
             return NotImplemented
-        told: dict[str, Any] = {"dropout_p": declaration.probability(self, dropout), "backend": options(self).backend}
+        if block.why_not_gate(layers[0], gated, own.backend) is not None:
+            return NotImplemented
+        told: dict[str, Any] = {"dropout_p": declaration.probability(self, dropout), "backend": own.backend}
         x = x if norm is None else guard.child(self, norm)(x)
         rows, swapped = x.mT if channels_first else x, activated == "second"
         y = block.feed_forward(rows, layers[0], layers[1], activation, gated, swapped=swapped, **told)
@@ -107,16 +109,14 @@ def declare_feed_forward(
     named = declaration.names("declare_feed_forward", {**children, "norm": norm}, drops)
 
     @once
-    def check(module: nn.Module) -> str | None:
+    def check(module: nn.Module) -> str | Found | None:
         named(module)
         reason = declaration.why_not_dropped(module, dropout, out_dropout)
         if reason is not None or not all(_pointwise(guard.child(module, name)) for name in covers):
             return reason
         parts, drops = (first, second, gate, norm), (dropout, out_dropout)
         swapped = activated == "second"
-        return declared_numbers.require_feed_forward(
-            cls, module, parts, activation, swapped, channels_first, drops, found
-        )
+        return declared_numbers.require_feed_forward(cls, module, parts, activation, swapped, channels_first, drops)
 
     name, reads = name_of(cls), (Int8Linear,)
     return register_recipe(from_forward(name, cls, run, "feed-forward", covers, check, calls, reads))
@@ -207,7 +207,7 @@ def _declare_norm(op: str, cls: type[nn.Module], norm: DeclaredNorm) -> Recipe:
     named = declaration.names(op, {}, norm.names())
 
     @once
-    def check(module: nn.Module) -> str | None:
+    def check(module: nn.Module) -> str | Found | None:
         named(module)
         for argument, name in (("eps", norm.eps), ("eps_outside", norm.eps_outside)):
             held = guard.attribute(module, name) if isinstance(name, str) else None
@@ -302,7 +302,8 @@ def declare_residual(
 def _why_not_norm(inner: nn.Module, name: str, known: DeclaredNorm) -> str | None:
     """None where a declared norm is what was declared of its class."""
     try:
-        return declared_numbers.require_norm("its norm", original_class(inner), inner, known)
+        answer = declared_numbers.require_norm("its norm", original_class(inner), inner, known)
+        return answer if isinstance(answer, str) else None
     except ValueError as error:
         return f"what was declared of its {name} is not true: {error}"
 

@@ -10,6 +10,7 @@ from .. import _check
 from . import declaration
 from .attention_trial import require_attention
 from .declared_attention import AXES, MASKS, DeclaredAttention, names_of_arguments
+from .found import Found
 from .registry import Recipe, from_forward, name_of, register_recipe
 from .specimen import once
 from .swap import options
@@ -82,7 +83,7 @@ def declare_attention(
             a mask of two axes is (B, Tk), one of three is left to the forward. None: a mask with three axes is refused
             unless the first has size 1.
         weights: whether the forward returns (result, weights); dropout acts on those that are returned, too.
-            "before_dropout": it does not.
+            "before_dropout": it does not, and in training attention is computed twice.
 
     Returns:
         The recipe, registered.
@@ -153,7 +154,7 @@ def declare_attention(
     )
 
     @once
-    def check(module: nn.Module) -> str | None:
+    def check(module: nn.Module) -> str | Found | None:
         named(module)
         for argument, held in (("heads", heads), ("kv_heads", kv_heads), ("causal", causal)):
             value = declaration.number(module, held)

@@ -37,7 +37,8 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     What attention and layers are given must not be written into before the backward: ``x = x + layer(x)``, not ``x +=
     layer(x)``, which PyTorch allows where ``batch_first`` makes it copy x, and otherwise refuses as here.
 
-    ``torch.utils.flop_counter`` counts our products where it was imported before the package, or before ``patch``.
+    ``torch.utils.flop_counter`` hooks every module, so that fused ones run their original code under it, and counts
+    our operators where it was imported before the package, or before ``patch``.
 
     Kernels are differentiable once, and say so where a gradient is differentiated again, as a gradient penalty does:
     ``patch(model, backend="reference")`` is for that.
@@ -191,7 +192,7 @@ def _apply(
         try:
             answer = recipe.recognise(module)
         except Refused as refusal:
-            refusals.append((name, refusal))
+            refusals.append((name, refusal.with_traceback(None)))  # whose frames hold the module, and this list
             answer = f"what was declared is not true of it: {refusal}"
         if answer is True and "forward" in module.__dict__:
             answer = "it has a forward of its own"
@@ -204,7 +205,7 @@ def _apply(
             covered.setdefault(id(inner), name or "the model")
         if before is None:
             undo.append((module, None, type(module)))
-        swap.swap(module, swap.Options(recipe.name, backend, padded is None))
+        swap.swap(module, swap.Options(recipe.name, backend, padded is None, found=recipe.finds(module)))
         return True, f"{recipe.what}; not more, because {reason}" if reason else recipe.what
     return (False, f"because {reason}") if reason else _left(module)
 

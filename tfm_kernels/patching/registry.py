@@ -17,6 +17,10 @@ def _nothing(module: nn.Module) -> Iterable[nn.Module]:
     return ()
 
 
+def _no_find(module: nn.Module) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How modules of one kind are fused.
@@ -32,6 +36,7 @@ class Recipe:
         packs: whether the recipe is for running padded batches packed, and so not for ``patch(packed=False)``.
         projects: projects(module) gives the modules, of its descendants or itself, whose weight the fused forward
             multiplies by through linear.py or frozen.py; ``patch(freeze=True)`` keeps packed copies for them.
+        finds: finds(module) gives what to keep in the options of a module that was recognised: what was found of it.
         unasked: outputs, named as prove names them ("output.1"), that the original gives in every call and the fused
             forward only where the call asks for them: attention weights.
     """
@@ -44,6 +49,7 @@ class Recipe:
     packs: bool = False
     projects: Callable[[nn.Module], Iterable[nn.Module]] = _nothing
     unasked: tuple[str, ...] = ()
+    finds: Callable[[nn.Module], Any] = _no_find
 
 
 class Refused(ValueError):
@@ -166,16 +172,16 @@ def from_forward(
     run: Callable[..., Any],
     what: str,
     covers: tuple[str, ...] = (),
-    check: Callable[[nn.Module], str | None] | None = None,
+    check: Callable[[nn.Module], Any] | None = None,
     calls: tuple[str, ...] | None = None,
     reads: tuple[type, ...] = (),
 ) -> Recipe:
     """The recipe of one class: ``run`` in place of its forward, which still runs where ``run`` gives NotImplemented.
 
     ``check(module)`` raises ValueError where what was declared is not true of a module of the class, which recognise
-    raises as Refused, and gives part of a sentence where it is to be left as it is. ``calls`` names the children
-    that ``run`` calls: the forward runs where one of the others, which it may call, has hooks. None: not looked at.
-    ``reads``: classes, beside torch.nn's own, that the children it covers may have.
+    raises as Refused, and gives part of a sentence where it is to be left as it is, or what was found of it. ``calls``
+    names the children that ``run`` calls: the forward runs where one of the others, which it may call, has hooks. None:
+    not looked at. ``reads``: classes, beside torch.nn's own, that the children it covers may have.
     """
     reached = None if calls is None else (*calls, *covers)
 
@@ -202,11 +208,15 @@ def from_forward(
         if type(module) is not cls:
             return False
         try:
-            reason = None if check is None else check(module)
+            answer = None if check is None else check(module)
         except ValueError as error:
-            raise Refused(name, str(error)) from error
-        if reason is None:
-            _true.add(name)
-        return reason or why_not(module) or True
+            raise Refused(name, str(error)) from None
+        if isinstance(answer, str):
+            return answer
+        _true.add(name)
+        return why_not(module) or True
 
-    return Recipe(name, recognise, fuse, what, lambda module: [module.get_submodule(path) for path in covers])
+    def covered(module: nn.Module) -> list[nn.Module]:
+        return [module.get_submodule(path) for path in covers]
+
+    return Recipe(name, recognise, fuse, what, covered, finds=_no_find if check is None else check)

@@ -70,15 +70,15 @@ def _hooks(module: nn.Module) -> tuple[dict, ...]:
     return tuple(value for key, value in module.__dict__.items() if key in _OF_TORCH and "_hooks" in key)
 
 
-def once(require: Callable[[nn.Module], str | None]) -> Callable[[nn.Module], str | None]:
+def once(require: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     """``require``, which may raise, for the first of modules that are alike: a model has the same block many times.
 
     It remembers for one call of ``patch`` alone, in which nothing that a module holds changes or goes.
     """
-    answers: dict[Any, str | None] = {}
+    answers: dict[Any, Any] = {}
     asked_in = _patches
 
-    def check(module: nn.Module) -> str | None:
+    def check(module: nn.Module) -> Any:
         nonlocal asked_in
         if asked_in != _patches:
             answers.clear()

@@ -33,15 +33,17 @@ class Options:
         backend: passed on to the ops; None chooses automatically.
         packed: whether padded batches may run packed.
         previous: for a module whose class stays, the setting that patching replaced.
+        found: what its recipe found of it beyond its kind, None where nothing.
     """
 
     recipe: str
     backend: str | None = None
     packed: bool = True
     previous: str | None = None
+    found: Any = None
 
     def __reduce__(self) -> Any:
-        return _load_options, (self.recipe, self.backend, self.packed, self.previous)
+        return _load_options, (self.recipe, self.backend, self.packed, self.previous, self.found)
 
 
 on_load: dict[str, Callable[[], None]] = {}  # recipe -> what a process that loads a pickled model has to do first
@@ -231,10 +233,10 @@ def fallbacks(module: nn.Module) -> dict[str, int]:
     return dict(_fallbacks.get(module, {}))
 
 
-def _load_options(recipe: str, backend: str | None, packed: bool, previous: str | None) -> Options:
+def _load_options(recipe: str, backend: str | None, packed: bool, previous: str | None, found: Any = None) -> Options:
     if recipe in on_load:
         on_load[recipe]()
-    return Options(recipe, backend, packed, previous)
+    return Options(recipe, backend, packed, previous, found)
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
