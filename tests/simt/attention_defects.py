@@ -18,7 +18,7 @@ _planted = functools.partial(defect, stem="attention")
 DEFECTS = {
     # what a warp does together
     "left_factor_of_a_wrong_lane": _planted("tile.cuh", "(row + lane % 16) * stride", "(row + lane % 8) * stride"),
-    "left_factor_of_a_wrong_half": _planted("tile.cuh", "k + lane / 16 * 8);", "k);", quick=True),
+    "left_factor_of_a_wrong_half": _planted("tile.cuh", "k + lane / 16 * 8);", "k);"),
     "right_factor_of_a_wrong_half": _planted("tile.cuh", "from_k = k + lane / 8 % 2 * 8;", "from_k = k;"),
     "right_factor_not_turned": _planted(
         "tile.cuh", "ldmatrix_x4<true>(found, tile + from_k", "ldmatrix_x4<false>(found, tile + from_k"

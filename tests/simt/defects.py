@@ -47,7 +47,7 @@ DEFECTS = {
         "reduce.cuh", "__syncthreads();\n    return warp_sum(", "if (warp > 0) __syncthreads();\n    return warp_sum("
     ),
     "one_half_of_the_memory_for_all_sums": defect("reduce.cuh", "turn_ ^= 1;", ""),
-    "wrong_lane_in_a_shuffle": defect("reduce.cuh", "value, offset);", "value, offset ^ 1);", quick=True),
+    "wrong_lane_in_a_shuffle": defect("reduce.cuh", "value, offset);", "value, offset ^ 1);"),
     "lane_of_another_warp_in_a_shuffle": defect("reduce.cuh", "value, offset);", "value, 2 * offset);"),
     "mask_of_half_a_warp": defect("reduce.cuh", "0xffffffffu", "0x0000ffffu"),
     "lost_shuffle": defect("reduce.cuh", "offset > 0;", "offset > 1;"),

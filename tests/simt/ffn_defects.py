@@ -70,7 +70,7 @@ DEFECTS = {
     "dg_without_the_activation": _ffn(
         BWD_FILE, "return dh[k][i] * h[k][i]; });  // dg", "return dh[k][i]; });  // dg"
     ),
-    "lost_shuffle_of_db1": _ffn(BWD_FILE, "apart < kWarp;", "apart < kWarp / 2;", quick=True),
+    "lost_shuffle_of_db1": _ffn(BWD_FILE, "apart < kWarp;", "apart < kWarp / 2;"),
     "one_line_of_db1_for_all_warps": _ffn(BWD_FILE, "+ Tiles::warp() / Tiles::kWarpsN;", "+ 0;"),
     "slope_of_gelu": _ffn("activation.cuh", "0.3989422804f", "0.3999422804f"),
     "slope_of_silu": _ffn("activation.cuh", "(area * (1.0f - area));", "area;"),
