@@ -5,6 +5,7 @@ without a GPU, for any torch), the Python part everywhere.
 
 MAX_JOBS                 how many compilers run at once
 CXX                      the C++20 compiler, with flags if need be ("g++ -fsanitize=address")
+TFM_KERNELS_ISAS         which of "AVX2 AVX512" to compile for, beside plain C++; unset: both, and the processor decides
 TFM_KERNELS_CUDA_ARCHS   the GPUs to compile for, such as "80;90a"; unset: those that are here, else "80;90a"; "": none
 """
 
@@ -43,9 +44,13 @@ if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for,
         " -Wno-uninitialized -Wno-maybe-uninitialized"
     )
 
+LEFT_OUT = sorted(set(ISAS) - {"DEFAULT", *os.environ.get("TFM_KERNELS_ISAS", "AVX2 AVX512").split()})
+for isa in LEFT_OUT:
+    del ISAS[isa]
+
 # No floating-point traps and no errno, as in torch: without masks (AVX2, SSE2) gcc would else leave every loop with a
 # choice between results, such as an activation's, to one number at a time.
-CXX_FLAGS = "-O3 -fno-math-errno -fno-trapping-math"
+CXX_FLAGS = " ".join(["-O3 -fno-math-errno -fno-trapping-math", *(f"-DTFM_WITHOUT_{isa}" for isa in LEFT_OUT)])
 
 RULES = """\
 cxx = {cxx}

@@ -22,7 +22,13 @@ namespace tfm_kernels {
 Isa isa() {
   static const Isa best = [] {
     const std::string name = at::get_cpu_capability();
-    return name == "AVX512" ? Isa::avx512 : name == "AVX2" ? Isa::avx2 : Isa::standard;
+#ifndef TFM_WITHOUT_AVX512
+    if (name == "AVX512") return Isa::avx512;
+#endif
+#ifndef TFM_WITHOUT_AVX2
+    if (name == "AVX512" || name == "AVX2") return Isa::avx2;
+#endif
+    return Isa::standard;
   }();
   return best;
 }

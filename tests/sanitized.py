@@ -40,6 +40,13 @@ def main() -> None:
             kept = [torch.randn(9 if grows else 3, 3, 11, 8, dtype=dtype) for _ in range(2)]
             torch.ops.tfm_kernels.attention_step_cpu(*given, *kept, 11, grows, None)
             count += 1
+    for dtype, rows in itertools.product((torch.float32, torch.bfloat16), (3, 70)):  # a gate with a bias
+        shapes = {"x": (rows, 24), "w1": (70, 24), "b1": (140,), "w2": (7, 70), "b2": (7,), "gate": (70, 24)}
+        given = {name: torch.randn(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
+        for again in (False, True):
+            y = tfk.ops.ffn(**given, activation="silu", recompute=again, backend="cpu")
+            torch.autograd.grad(y.sum(), list(given.values()))
+            count += 1
     for dtype, interleaved in itertools.product((torch.float32, torch.bfloat16), (True, False)):
         x = torch.randn(2, 3, 5, 70, dtype=dtype, requires_grad=True)
         y = tfk.ops.rotary(x, *torch.randn(2, 2, 5, 34, dtype=dtype), interleaved=interleaved, backend="cpu")

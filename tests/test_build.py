@@ -1,6 +1,7 @@
 """setup.py: which extensions it makes of what is there, and for which GPUs; its flags, on activations alone."""
 
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -51,6 +52,20 @@ def test_nvcc_decides_not_a_gpu(described):
     sources = told["ext_modules"][1].sources
     assert "csrc/cuda/layer_norm_fwd.cu" in sources and "csrc/cuda/module.cpp" in sources
     assert not set(sources) & set(told["ext_modules"][0].sources)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other processors have one instruction set")
+@pytest.mark.parametrize("named", [None, "AVX2", "DEFAULT"])
+def test_instruction_sets_may_be_left_out(named, described, monkeypatch):
+    """isa.h then takes the next best."""
+    monkeypatch.delenv("TFM_KERNELS_ISAS", raising=False)
+    if named is not None:
+        monkeypatch.setenv("TFM_KERNELS_ISAS", named)
+    made, _ = described()
+    left = {None: {"DEFAULT", "AVX2", "AVX512"}, "AVX2": {"DEFAULT", "AVX2"}, "DEFAULT": {"DEFAULT"}}[named]
+    assert set(made["ISAS"]) == left
+    for isa in ("AVX2", "AVX512"):
+        assert (f"-DTFM_WITHOUT_{isa}" in made["CXX_FLAGS"]) == (isa not in left)
 
 
 def test_without_nvcc_everything_else_is_built_and_it_is_said(described, capsys):

@@ -24,10 +24,20 @@ Isa isa();  // torch's own choice: the CPU's best, or lower where ATEN_CPU_CAPAB
   namespace AVX512 {            \
   __VA_ARGS__;                  \
   }
+// A build may leave out what its processor does not run (TFM_KERNELS_ISAS of setup.py).
+#if defined(TFM_WITHOUT_AVX2) && defined(TFM_WITHOUT_AVX512)
+#define TFM_KERNEL(name) (DEFAULT::name)
+#elif defined(TFM_WITHOUT_AVX512)
+#define TFM_KERNEL(name) (tfm_kernels::isa() == tfm_kernels::Isa::avx2 ? AVX2::name : DEFAULT::name)
+#elif defined(TFM_WITHOUT_AVX2)
+#define TFM_KERNEL(name) \
+  (tfm_kernels::isa() == tfm_kernels::Isa::avx512 ? AVX512::name : DEFAULT::name)
+#else
 #define TFM_KERNEL(name)                                         \
   (tfm_kernels::isa() == tfm_kernels::Isa::avx512 ? AVX512::name \
    : tfm_kernels::isa() == tfm_kernels::Isa::avx2 ? AVX2::name   \
                                                   : DEFAULT::name)
+#endif
 #else
 #define TFM_DECLARE_KERNEL(...) \
   namespace DEFAULT {           \
