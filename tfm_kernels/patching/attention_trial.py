@@ -68,8 +68,9 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
         firsts = (lambda run=run: _parts(run())[0] for run in trial.runs(declared, mask))
         require_gradients(_OP, cls, copy, trial.inputs, firsts)
     _require_drops(cls, trial, declared, given, [inner for layer in called for inner in layer.modules()], out)
-    if why_not_pure(copy, lambda: trial.forward(given), copy.modules()) is not None:
-        return "its forward draws numbers of another generator than torch's"
+    reason = why_not_pure(copy, lambda: trial.forward(given), [copy])  # weights kept for pictures are lost, as is said
+    if reason is not None:
+        return reason
     found.look_at_dtypes(copy, lambda narrow: of(_LENGTH).runs(declared, given))
     return found
 

@@ -200,7 +200,7 @@ def require_feed_forward(
         if rows.dtype in _WIDE:
             require_gradients(op, cls, copy, [x], (run, declared))
         require_dropouts(op, cls, copy, drops, inside, second, run, declared)
-        impure.append(why_not_pure(copy, run, filter(None, layers)))
+        impure.append(why_not_pure(copy, run, [layer for layer in layers if layer is not None]))
         return None
 
     def runs(narrow: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -95,8 +95,9 @@ def _gradients(run: Callable[[], Any], leaves: list[Tensor]) -> tuple[Tensor, ..
 
 
 def why_not_pure(copy: nn.Module, run: Callable[[], Any], called: Iterable[nn.Module] = ()) -> str | None:
-    """None where a run in training and one in evaluation keep nothing in the module, but for what children keep that
-    are ``called``, and draw by torch alone; part of a sentence.
+    """None where a run, in training and in evaluation, keeps nothing in the module and draws by torch alone.
+
+    Else part of a sentence. What the children that are ``called`` keep is theirs.
     """
     apart = {inner for child in called for inner in child.modules()}
     moved = []
