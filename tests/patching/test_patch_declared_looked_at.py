@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import tfm_kernels as tfk
 from tests.patching.models import assert_same_results
@@ -142,3 +143,62 @@ def test_a_block_that_keeps_something_is_left_as_it_is(cls, name):
     assert notes(tfk.patch(model))[""] == f"because its forward writes {name}, which the fused one does not"
     assert name == "calls" or not hasattr(model, name)
     assert name == "hidden" or model.calls == 0
+
+
+class Registered(nn.Module):
+    """Whose subclasses must give a name that nobody else has."""
+
+    known: dict = {}
+
+    def __init_subclass__(cls, *, name, **told):
+        super().__init_subclass__(**told)
+        assert name not in Registered.known
+        Registered.known[name] = cls
+
+
+class RegisteredBlock(Registered, name="block"):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)))
+
+
+class RegisteredSequence(nn.Sequential):
+    derived: list = []
+
+    def __init_subclass__(cls):
+        RegisteredSequence.derived.append(cls)
+
+
+def test_fused_classes_are_in_no_registry_of_the_users():
+    model = nn.ModuleList(
+        [feed_forward(RegisteredBlock), RegisteredSequence(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))]
+    )
+    assert {"0", "1"} <= {entry.name for entry in tfk.patch(model).replaced}
+    assert Registered.known == {"block": RegisteredBlock} and RegisteredSequence.derived == []
+
+    class Later(RegisteredSequence):
+        pass
+
+    assert RegisteredSequence.derived == [Later] and "__init_subclass__" not in RegisteredBlock.__dict__
+
+
+def test_an_epsilon_in_a_buffer_compiles():
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+            self.register_buffer("eps", torch.tensor(1e-3))
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+    tfk.patching.declare_rms_norm(Norm)
+    model, x = Norm(), torch.randn(3, WIDTH)
+    wanted = model(x)
+    with tfk.patch(model) as report:
+        torch.testing.assert_close(model(x), wanted)
+        assert not report.fallbacks
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), wanted)

@@ -69,9 +69,16 @@ class DeclaredNorm:
         )
         return eps if eps is None else float(eps), float(outside)  # type: ignore[arg-type]
 
+    def _reads_tensors(self, norm: Any) -> bool:
+        """Whether a number is kept as a tensor, which a graph would have to read."""
+        named = (held for held in (self.eps, self.eps_outside) if isinstance(held, str))
+        return any(isinstance(guard.attribute(norm, held), Tensor) for held in named)
+
     def takes(self, norm: Any, *given: Tensor) -> bool:
         """Whether the parameters are rows of the dtype of a sum of ``given``: then the forward's result has it, too."""
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
+        if torch.compiler.is_compiling() and self._reads_tensors(norm):
+            return False
         found = options(norm).found
         if not dtype.is_floating_point or (found is not None and any(map(found.leaves, given))):
             return False

@@ -63,7 +63,8 @@ def declare(recipe: str, builder: Callable[[type], type]) -> None:
 def fused_class(original: type, recipe: str) -> type:
     """The class that ``recipe`` gives to modules of class ``original``: always the same object."""
     if (original, recipe) not in _fused:
-        fused = _builders[recipe](original)
+        with _unannounced(original):
+            fused = _builders[recipe](original)
         if getattr(sys.modules[fused.__module__], fused.__qualname__, None) is not fused:  # made on the spot
             fused.__name__, fused.__qualname__ = original.__name__, original.__qualname__  # policies go by names
             fused.__module__ = original.__module__
@@ -72,6 +73,27 @@ def fused_class(original: type, recipe: str) -> type:
         _originals[fused] = original
         _fused[original, recipe] = fused
     return _fused[original, recipe]
+
+
+@contextmanager
+def _unannounced(original: Any) -> Iterator[None]:
+    """Here a class may be derived without the user's ``__init_subclass__``, by which it would get into a registry.
+
+    That of transformers does its work, on fused classes too.
+    """
+    hook = original.__init_subclass__
+    if isinstance(hook, types.BuiltinMethodType) or hook.__module__.startswith("transformers."):  # object's own
+        yield
+        return
+    own = original.__dict__.get("__init_subclass__")
+    original.__init_subclass__ = classmethod(lambda cls, **told: None)
+    try:
+        yield
+    finally:
+        if own is None:
+            del original.__init_subclass__
+        else:
+            original.__init_subclass__ = own
 
 
 def original_class(module: nn.Module) -> type:
