@@ -1,5 +1,6 @@
 """What trials of declarations find beyond the numbers of a few rows, and which calls the fused code then leaves."""
 
+import contextlib
 import copy
 import math
 
@@ -214,9 +215,11 @@ def test_a_gate_with_a_bias_on_a_backend_that_has_none():
     tfk.patching.declare_feed_forward(Gated, first="a", second="b", activation="gelu", gate="c")
     model, x = Gated(), torch.randn(3, WIDTH)
     wanted = model(x)
-    with tfk.patch(model, backend="triton") as report:
-        tfk.unpatch(model.a), tfk.unpatch(model.b), tfk.unpatch(model.c)
-        assert torch.equal(model(x), wanted) and report.fallbacks
+    for named, forced in (("triton", None), (None, "triton")):
+        with tfk.patch(model, backend=named) as report, tfk.use_backend(forced) if forced else contextlib.nullcontext():
+            for layer in (model.a, model.b, model.c):
+                tfk.unpatch(layer)
+            assert torch.equal(model(x), wanted) and report.fallbacks
 
 
 class OwnPrecision(Attention):

@@ -25,7 +25,8 @@ GPT2 = dict(vocab_size=99, n_positions=64, n_embd=WIDTH, n_layer=2, n_head=4, bo
 FLOAT64 = "in float64 its own code takes the variance in float32"
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
-    "llama": ("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2, "mlp_bias": True}),
+    "llama": ("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2}),
+    "biased_llama": ("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2, "mlp_bias": True}),
     "mistral": ("MistralForCausalLM", {**DECODER, "num_key_value_heads": 2, "sliding_window": 4}),
     "qwen2": ("Qwen2ForCausalLM", {**DECODER, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 2, "head_dim": 16}),
@@ -41,6 +42,7 @@ MODELS = {
 EXPECTED = {  # what must have been fused: class name -> how many
     "gpt2": {"GPT2Block": 2, "GPT2MLP": 2, "LayerNorm": 5},
     "llama": {"LlamaDecoderLayer": 2, "LlamaMLP": 2, "LlamaRMSNorm": 5},
+    "biased_llama": {"LlamaDecoderLayer": 2, "LlamaMLP": 2, "LlamaRMSNorm": 5},
     "mistral": {"MistralDecoderLayer": 2, "MistralMLP": 2, "MistralRMSNorm": 5},
     "qwen2": {"Qwen2DecoderLayer": 2, "Qwen2MLP": 2, "Qwen2RMSNorm": 5},
     "qwen3": {"Qwen3DecoderLayer": 2, "Qwen3MLP": 2, "Qwen3RMSNorm": 9},
@@ -69,7 +71,7 @@ def run_of(kind):
         torch.manual_seed(1)
         pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
         return lambda m: m(pixels.to(next(m.parameters()))).last_hidden_state
-    if kind in ("gpt2", *LLAMAS):
+    if kind in ("gpt2", "biased_llama", *LLAMAS):
         return lambda m: m(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
     return lambda m: m(ids, attention_mask=mask, decoder_input_ids=ids[:, :5], use_cache=False).logits
 
@@ -83,7 +85,7 @@ def test_same_numbers(kind):
             assert len(fused) >= count, f"{name}: {len(fused)}\n{report}"
         attentions = [e for e in report.entries if e.kind.endswith("Attention") and not e.kind.startswith("T5Layer")]
         assert attentions and all(entry.replaced for entry in attentions), str(report)
-    rms = kind.endswith("t5") or kind in LLAMAS
+    rms = kind.endswith(("t5", "llama")) or kind in LLAMAS
     assert_same_results(model, run_of(kind), double_fallbacks=FLOAT64 if rms else None)
 
 

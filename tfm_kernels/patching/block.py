@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops
+from .. import _backend, ops
 from .._autocast import as_autocast
 from ..nn import Int8Linear
 from ..nn.attention_weights import with_weights
@@ -125,9 +125,12 @@ def feed_forward(
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
 
 
-def why_not_gate(first: Any, gate: Any, backend: str | None) -> str | None:
-    """None where ``backend``, if one was named, adds the bias of a gate that has one, else part of a sentence."""
-    if backend not in ("triton", "cuda") or gate is None or (first if gate is first else gate).bias is None:
+def why_not_gate(gate: Any, backend: str | None) -> str | None:
+    """None where the backend that is named or forced adds the bias of a gate that has one, else part of a sentence."""
+    if gate is None or gate.bias is None:
+        return None
+    backend = _backend.forced() if backend is None else backend
+    if backend not in ("triton", "cuda"):
         return None
     return f"its gate has a bias, which backend {backend!r} does not add"
 
