@@ -18,7 +18,7 @@ from tests.patching.test_patch_declared_found import (
     assert_left,
     attention,
     feed_forward,
-)  # fmt: skip
+)
 from tests.patching.test_patch_declared_trials import notes
 
 pytestmark = pytest.mark.usefixtures("recipes")
@@ -156,13 +156,8 @@ class Registered(nn.Module):
         Registered.known[name] = cls
 
 
-class RegisteredBlock(Registered, name="block"):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-
-    def forward(self, x):
-        return self.b(F.gelu(self.a(x)))
+class RegisteredBlock(Registered, FeedForward, name="block"):
+    pass
 
 
 class RegisteredSequence(nn.Sequential):

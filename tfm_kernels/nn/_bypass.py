@@ -39,6 +39,13 @@ def ordinary(*tensors: Tensor | None) -> bool:
     return True
 
 
+def cannot_be_kept(*inputs: Tensor) -> bool:
+    """Whether one of them was made in inference mode, and autograd may have to keep it for a backward pass."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return any(each.is_inference() for each in inputs)
+
+
 def plain_linear(child: nn.Module) -> bool:
     """Whether ``child`` is an nn.Linear, patched or not, whose weight and bias may be read."""
     return plain(child, *LINEARS) and ordinary(child.weight, child.bias)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from ..mask import Mask
 from ..ops.attention_call import bias_sum
 from ..ops.attention_step import attention_step
 from . import _arguments
-from ._bypass import ordinary, plain
+from ._bypass import cannot_be_kept, ordinary, plain
 from ._projection import project, through
 from .attention_weights import with_weights
 from .cache import AttentionCache, Step
@@ -125,7 +125,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check(query, key, value)
         batched = query.dim() == 3
         seq_axis = 1 if self.batch_first or not batched else 0
-        if _cannot_be_kept(query, key, value):  # torch trains on what inference mode made, by a copy
+        if cannot_be_kept(query, key, value):  # torch trains on what inference mode made, by a copy
             copies = {id(each): each for each in (query, key, value)}
             copies = {name: each.clone() for name, each in copies.items()}
             query, key, value = (copies[id(each)] for each in (query, key, value))
@@ -321,13 +321,6 @@ def masks(
     if extra:
         mask, bias = _padded(mask, sizes, query, extra), None if bias is None else F.pad(bias, (0, extra))
     return (None if _shows_all(mask) else mask), bias
-
-
-def _cannot_be_kept(*inputs: Tensor) -> bool:
-    """Whether one of them was made in inference mode, and autograd is to keep it."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    return any(each.is_inference() for each in inputs)
 
 
 def _mask_tensor(op: str, name: str, value: object, query: Tensor) -> None:

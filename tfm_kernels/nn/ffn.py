@@ -73,8 +73,9 @@ class FeedForward(nn.Module):
             raise ValueError("FeedForward: gate_bias must be False without a gate, got True: gated=True adds one")
         super().__init__()
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, device=device, dtype=dtype)
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gate = nn.Linear(d_model, dim_feedforward, bias=gate_bias, **factory) if gated else None
+        self.gate = None
+        if gated:
+            self.gate = nn.Linear(d_model, dim_feedforward, bias=gate_bias, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, device=device, dtype=dtype)
         self.activation = activation_function("FeedForward", activation)

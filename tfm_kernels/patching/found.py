@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from .._autocast import autocast_dtype
-from .specimen import attempt, differ
+from .specimen import OF_TORCH, attempt, differ
 
 _NARROW = (torch.float16, torch.bfloat16)
 _MANY = 2047  # numbers of a gradient that are looked at
-_OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 @dataclass
@@ -125,7 +124,7 @@ def _state(module: nn.Module, apart: set[nn.Module]) -> dict[str, Any]:
         if inner in apart:
             continue
         prefix = f"{name}." if name else ""
-        found |= {prefix + key: id(value) for key, value in inner.__dict__.items() if key not in _OF_TORCH}
+        found |= {prefix + key: id(value) for key, value in inner.__dict__.items() if key not in OF_TORCH}
         held = ((key, each) for key, each in inner._buffers.items() if each is not None)
         found |= {prefix + key: (id(each), None if each.is_inference() else each._version) for key, each in held}
     return found

@@ -11,7 +11,7 @@ from torch.nn.modules import module as _module
 
 from .. import _library
 from ..nn import Int8Linear, Int8MultiheadAttention
-from ..nn._bypass import ordinary
+from ..nn._bypass import cannot_be_kept, ordinary
 from .swap import original_class
 
 UNKNOWN_FORWARD = "its forward is not the known one"
@@ -108,8 +108,7 @@ def why_not_kept(x: Tensor) -> str | None:
 
     Code that computes with x step by step need not keep it, and then takes what inference mode made.
     """
-    inference = not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.is_inference()
-    return "its input was made under torch.inference_mode, and gradients are on" if inference else None
+    return "its input was made under torch.inference_mode, and gradients are on" if cannot_be_kept(x) else None
 
 
 def child(owner: nn.Module, path: str) -> Any:

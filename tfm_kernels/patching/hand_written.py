@@ -59,8 +59,8 @@ def declare_feed_forward(
         dropout: name of the nn.Dropout (or of a float) after the activation, or None.
         out_dropout: the same after ``second``, or None.
         norm: name of the child that x goes through first, or None.
-        gate: name of the nn.Linear whose product multiplies the activation, or None. That of ``first``
-            again: one half of what it gives multiplies the activation of the other.
+        gate: name of the nn.Linear whose product multiplies the activation, or None. That of ``first`` again: one half
+            of what it gives multiplies the activation of the other.
         activated: "first" | "second": which half that is, as ``act(a) * b`` (DINOv2) or ``a * act(b)`` (lucidrains'
             GEGLU) of ``a, b = first(x).chunk(2, -1)``.
         channels_first: whether the forward takes and gives (B, E, T), as convolutions do, instead of (B, T, E).
@@ -138,8 +138,8 @@ def declare_layer_norm(
 
     One that divides by (std + eps), as that of The Annotated Transformer, has eps=0.0, eps_outside="eps" and, by
     ``x.std(-1)``, unbiased=True. ``patch`` tries it on a few rows and refuses a class that gives other numbers, and
-    leaves one as it is that takes no rows (..., N). A call whose x
-    has another dtype than the parameters runs the forward as it is written.
+    leaves one as it is that takes no rows (..., N). A call whose x has another dtype than the parameters runs the
+    forward as it is written.
 
     Args:
         cls: the class, matched exactly. Its forward takes x alone.
@@ -174,8 +174,8 @@ def declare_rms_norm(
     y = x / (sqrt(mean(x**2) + eps) + eps_outside) * weight
 
     ``patch`` tries it on a few rows and refuses a class that gives other numbers, and leaves one as it is that takes no
-    rows (..., N). A call whose x has another dtype than the weight
-    runs the forward as it is written. One that divides by ``F.normalize`` has eps=0.0 and eps_outside=1e-12.
+    rows (..., N). A call whose x has another dtype than the weight runs the forward as it is written. One that divides
+    by ``F.normalize`` has eps=0.0 and eps_outside=1e-12.
 
     Args:
         cls: the class, matched exactly. Its forward takes x alone.

@@ -20,7 +20,7 @@ from .swap import OPTIONS
 
 _WIDE = (torch.float32, torch.float64)
 _PLAIN = (bool, int, float, str, type(None))
-_OF_TORCH = frozenset(nn.Module().__dict__)  # what every module holds: hooks, which count by themselves, and its mode
+OF_TORCH = frozenset(nn.Module().__dict__)  # what every module holds: hooks, which count by themselves, and its mode
 _NOISE = 65537  # numbers, a prime: rows of a parameter differ though they are drawn once
 _patches = 0  # calls of patch() that have begun or ended
 
@@ -67,7 +67,7 @@ def specimen(module: nn.Module, *, wide: bool = False) -> Any:
 
 def _hooks(module: nn.Module) -> tuple[dict, ...]:
     """Everything that hooks of a forward and its backward are kept in."""
-    return tuple(value for key, value in module.__dict__.items() if key in _OF_TORCH and "_hooks" in key)
+    return tuple(value for key, value in module.__dict__.items() if key in OF_TORCH and "_hooks" in key)
 
 
 def once(require: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
@@ -109,7 +109,7 @@ def _likeness(module: nn.Module) -> Any:
     """What a forward may go by, but for the values of parameters: equal for modules that are alike."""
     found: list[Any] = []
     for name, inner in module.named_modules():
-        own = ((key, value) for key, value in inner.__dict__.items() if key not in _OF_TORCH)
+        own = ((key, value) for key, value in inner.__dict__.items() if key not in OF_TORCH)
         attributes = ((key, value) for key, value in own if not key.startswith(OPTIONS))  # what patching adds
         plain = ((key, value if isinstance(value, _PLAIN) else id(value)) for key, value in attributes)
         held = ((key, each, True) for key, each in inner._parameters.items())
