@@ -157,10 +157,11 @@ def ffn(op, levels, g, device):
     put = lambda t: lay_out(t.to(device), levels["layout"])
     weight = lambda o, i: put((torch.randn(o, i, generator=g) * small / i**0.5).to(dtype))
     vector = lambda n: put(draw("randn", (n,), dtype, g))
+    gate_biased = levels["gate"] == "biased"  # one vector for both, whatever the level of b1
     inputs = {
         "x": put(draw(data, (*levels["rows"], e), dtype, g)),
         "w1": weight(f, e),
-        "b1": vector(f) if levels["b1"] else None,
+        "b1": vector(2 * f if gate_biased else f) if levels["b1"] or gate_biased else None,
         "w2": weight(eo, f),
         "b2": vector(eo) if levels["b2"] else None,
         "activation": levels["activation"],

@@ -68,7 +68,7 @@ FACTORS = {
         "f": (1, 3, 31, 64, 65, 128, 200, 257),
         "eo": ("same", "same", 1, 48),
         "activation": ("relu", "gelu", "gelu_tanh", "silu"),
-        "gate": (False, True),
+        "gate": (False, True, "biased"),
         "b1": (True, False),
         "b2": (True, False),
         "dropout_p": _DROPOUT,

@@ -35,12 +35,13 @@ def randn(*shape, dtype=torch.float32, seed=0, scale=1.0):
 
 
 def block(rows, width, hidden, out, dtype=torch.float32, gated=False):
-    """A call with everything."""
+    """A call with everything; with a gate, one that has a bias."""
     spread = 1.5 / width**0.5
     given = {
         "x": randn(rows, width, dtype=dtype), "w1": randn(hidden, width, dtype=dtype, seed=1, scale=spread),
-        "b1": randn(hidden, dtype=dtype, seed=2), "w2": randn(out, hidden, dtype=dtype, seed=3, scale=hidden**-0.5),
-        "b2": randn(out, dtype=dtype, seed=4), "dropout_p": 0.2, "seed": SEED, "activation": "gelu",
+        "b1": randn(hidden * (1 + gated), dtype=dtype, seed=2),
+        "w2": randn(out, hidden, dtype=dtype, seed=3, scale=hidden**-0.5), "b2": randn(out, dtype=dtype, seed=4),
+        "dropout_p": 0.2, "seed": SEED, "activation": "gelu",
     }  # fmt: skip
     return given | ({"gate": randn(hidden, width, dtype=dtype, seed=5, scale=spread)} if gated else {})
 

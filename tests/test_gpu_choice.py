@@ -38,6 +38,12 @@ def block(dropout_p=0.0, dtype=BF16, rows=8192):
     return "ffn", (x, w1, None, w2, None), {"dropout_p": dropout_p}
 
 
+def biased_gate(features):
+    """With dropout."""
+    op, (x, w1, _, w2, b2), options = block(0.1)
+    return op, (x, w1, new(4096 + features), w2, b2), options | {"gate": w1}
+
+
 def loss(rows=8192, width=512, train=False, dtype=BF16, classes=30000):
     x, weight = new(rows, width, dtype=dtype, train=train), new(classes, width, dtype=dtype)
     return "linear_cross_entropy", (x, weight, torch.empty(rows, dtype=torch.int64, device="cuda")), {}
@@ -80,6 +86,8 @@ CALLS = {
     "a block": (block, "aten"),
     "a block with dropout": (lambda: block(0.1), "triton"),
     "a small block with dropout": (lambda: block(0.1, rows=64), "cuda"),
+    "a block whose gate has a bias": (lambda: biased_gate(4096), "aten"),
+    "a block whose gate has none": (lambda: biased_gate(0), "triton"),
     "a block of float32 with dropout": (lambda: block(0.1, F32), "aten"),
     "a loss": (lambda: loss(train=True), "triton"),
     "a loss of few rows": (lambda: loss(16), "aten"),
@@ -172,3 +180,11 @@ def test_what_is_proven_is_explained(gpu):
     q = new(1, 2, 4, 8)
     words = tfk.explain("attention", q, q, q, dropout_p=0.1)
     assert "can: proven on an H200" in words or "cannot: triton is not installed" in words
+
+
+def test_a_gate_with_a_bias_is_told(gpu):
+    gpu()
+    said = [tfk.explain(op, *args, **kwargs) for op, args, kwargs in (biased_gate(4096), biased_gate(0))]
+    told = "not proven on a GPU where the gate has a bias; name it explicitly"
+    assert told in said[0] or "cannot: triton is not installed" in said[0]
+    assert told not in said[1]

@@ -2,8 +2,9 @@
 // Owns:    the first launch, tiles of dh = dy w2 as in gemm.cuh, which end with dropout, gate and
 //          slope: dp, dg, h again from preact, and partial sums of db1. The products of gemm.cu
 //          follow: dx, and dw1, dgate, dw2, whose sums over many rows are cut in parts.
-// Traffic: reads dy, w2 and preact, writes h, dp and dg; these again and x, w1, gate; writes the
-//          results. 8 M E F FLOPs, 12 gated; where preact was not saved, 2 and 4 more.
+// Traffic: reads dy, w2 and preact, writes h, dp and dg; these again, dg twice where the gate has a
+//          bias, and x, w1, gate; writes the results. 8 M E F FLOPs, 12 gated; where preact was not
+//          saved, 2 and 4 more.
 // Sums:    db1: lane by lane, over the lanes of a warp, then over warps and tiles, in fixed order.
 // Limits:  float16, bfloat16, float32; sums float32; h, dp and dg are rounded once to the storage
 //          type. No atomics.
@@ -171,6 +172,8 @@ struct Products {
     return need ? empty(like, {m, n}, call.storage) : empty(like, {0}, call.storage);
   }
 
+  Tensor bias(bool need, int64_t n) const { return empty(like, {need ? n : 0}, call.storage); }
+
   // x w [+ x2 w2] [+ bias], a row of C for each row of x.
   Tensor rows(Form form, const Rows& x, const Rows& w, int64_t n, int64_t k, const Rows& bias = {},
               const Rows& x2 = {}, const Rows& w2 = {}) const {
@@ -192,15 +195,14 @@ struct Products {
     return c;
   }
 
-  // The sum of m rows: the gradient of a bias.
-  Tensor sum(bool need, const Rows& x, int64_t m, int64_t n) const {
-    Tensor total = empty(like, {need ? n : 0}, call.storage);
-    if (!need) return total;
+  // The sum of m rows, the gradient of a bias, from element `first` of `total`.
+  void sum(bool need, const Rows& x, int64_t m, int64_t n, Tensor& total, int64_t first = 0) const {
+    if (!need) return;
     const int runs = sum_rows_runs(m, n);
     Tensor work = empty(like, {runs > 1 ? runs * n : 0}, ScalarType::Float);
     float* parts = runs > 1 ? static_cast<float*>(work.mutable_data_ptr()) : nullptr;
-    run(SumRows{x, total.mutable_data_ptr(), call.type, m, n, parts});
-    return total;
+    char* sums = static_cast<char*>(total.mutable_data_ptr()) + first * total.element_size();
+    run(SumRows{x, sums, call.type, m, n, parts});
   }
 
   template <typename Args>
@@ -227,10 +229,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_bwd_cuda(
   const Device device(x);
   const Matrix dy2 = matrix_of(dy, call.op), x2 = matrix_of(x, call.op);
   const Matrix w = matrix_of(w1, call.op), v = matrix_of(w2, call.op), u = matrix_of(gate, call.op);
-  const Matrix bias(b1, static_cast<int>(F), call.op);
+  const Matrix bias(b1, b1 ? static_cast<int>(b1->size(0)) : 0, call.op);
   const DropoutRule rule(dropout_p, seed, dropout_rows, x, M, call.op);
   const Products products{call, x, device.stream};
-  const bool need_dp = need_x || need_w1 || need_b1, need_dg = gated && (need_x || need_gate);
+  const bool need_b_gate = need_b1 && call.gate_biased;
+  const bool need_dp = need_x || need_w1 || need_b1;
+  const bool need_dg = gated && (need_x || need_gate || need_b_gate);
   Tensor hidden = products.result(need_w2, M, F), dp = products.result(need_dp, M, F);
   Tensor dg = products.result(need_dg, M, F);
   const auto rows_of = [&](const Tensor& t) {
@@ -263,7 +267,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_bwd_cuda(
           gated ? static_cast<const char*>(kept.rows.data) + F * preact.element_size() : nullptr;
     } else {
       p = products.rows(Form::x_wt, x2.rows, w.rows, F, E, bias.rows);
-      if (gated) g = products.rows(Form::x_wt, x2.rows, u.rows, F, E);
+      if (gated) g = products.rows(Form::x_wt, x2.rows, u.rows, F, E, call.gate_bias(bias));
       args.p = rows_of(*p);
       if (gated) args.g = rows_of(*g);
     }
@@ -271,15 +275,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_bwd_cuda(
         aligned(args.f, call.type, {args.p, args.g, rows_of(hidden), rows_of(dp), rows_of(dg)});
     products.run(args);
   }
+  Tensor db1 = products.bias(need_b1, need_b_gate ? 2 * F : F), db2 = products.bias(need_b2, Eo);
+  products.sum(need_b1, {args.db1, F, DType::f32}, lines, F, db1);
+  products.sum(need_b_gate, rows_of(dg), M, F, db1, F);
+  products.sum(need_b2, dy2.rows, M, Eo, db2);
   Tensor dx = need_x ? products.rows(Form::x_w, rows_of(dp), w.rows, E, F, {},
                                      need_dg ? rows_of(dg) : Rows{}, need_dg ? u.rows : Rows{})
                      : products.result(false, 0, 0);
-  return {dx,
-          products.weight(need_w1, rows_of(dp), x2.rows, F, E),
-          products.sum(need_b1, {args.db1, F, DType::f32}, lines, F),
-          products.weight(need_w2, dy2.rows, rows_of(hidden), Eo, F),
-          products.sum(need_b2, dy2.rows, M, Eo),
-          products.weight(need_gate, rows_of(dg), x2.rows, F, E)};
+  return {dx,  products.weight(need_w1, rows_of(dp), x2.rows, F, E),
+          db1, products.weight(need_w2, dy2.rows, rows_of(hidden), Eo, F),
+          db2, products.weight(need_gate, rows_of(dg), x2.rows, F, E)};
 }
 
 TFM_REGISTER(ffn_bwd_cuda)

@@ -14,14 +14,14 @@ namespace tfm_kernels {
 
 struct FfnFwd {
   Rows x, w1, gate;  // (M, E), (F, E), (F, E); gate may be absent
-  Rows b1;           // (F,), may be absent
+  Rows b1, b_gate;   // (F,), may be absent
   void* hidden;      // (M, F) = h
   void* preact;      // (M, F) = p, or (M, 2F) = [p, g]; null where it is not saved
   int64_t m;
   int e, f;
   DType type;
   int activation;  // its index in ACTIVATIONS
-  bool aligned;    // rows of h and preact, and b1, start at whole packs
+  bool aligned;    // rows of h and preact, and the biases, start at whole packs
   Dropout dropout;
 };
 
@@ -37,8 +37,8 @@ const char* launch(const FfnFwd& args, Stream stream);  // null, or what went wr
 namespace tfm_kernels {
 namespace {
 
-// FFN.1's bias, FFN.2 and FFN.3 of a pack of row m: writes preact and h. The sums of p are laid
-// down at `laid`, those of g 16 floats on.
+// The biases of FFN.1 and FFN.2, and FFN.3, of a pack of row m: writes preact and h. The sums of p
+// are laid down at `laid`, those of g 16 floats on.
 template <typename T>
 __device__ inline void finish(const FfnFwd& args, int64_t m, const Place& place,
                               const float* laid) {
@@ -47,6 +47,8 @@ __device__ inline void finish(const FfnFwd& args, int64_t m, const Place& place,
   if (args.b1.data) visit<T, 1>(args.b1, 0, place, [&](int k, int i, float b) { h[k][i] += b; });
   const bool gated = args.gate.data != nullptr;
   if (gated) load_aligned<float>(laid + 16, g[0]);
+  if (args.b_gate.data)
+    visit<T, 1>(args.b_gate, 0, place, [&](int k, int i, float b) { g[k][i] += b; });
   if (args.preact) {
     T* row = static_cast<T*>(args.preact) + m * (gated ? int64_t{2} * args.f : args.f);
     store<T, 1>(row, place, h);
@@ -135,7 +137,7 @@ std::tuple<Tensor, Tensor> ffn_fwd_cuda(const Tensor& x, const Tensor& w1, const
   const Device device(x);
   const Matrix x2 = matrix_of(x, call.op), w = matrix_of(w1, call.op), v = matrix_of(w2, call.op);
   const Matrix g = matrix_of(gate, call.op);
-  const Matrix bias1(b1, static_cast<int>(F), call.op);
+  const Matrix bias1(b1, b1 ? static_cast<int>(b1->size(0)) : 0, call.op);
   const Matrix bias2(b2, static_cast<int>(call.out), call.op);
   const DropoutRule rule(dropout_p, seed, dropout_rows, x, M, call.op);
   Tensor hidden = empty(x, {M, F}, call.storage), y = empty(x, {M, call.out}, call.storage);
@@ -147,6 +149,7 @@ std::tuple<Tensor, Tensor> ffn_fwd_cuda(const Tensor& x, const Tensor& w1, const
   args.w1 = w.rows;
   args.gate = g.rows;
   args.b1 = bias1.rows;
+  args.b_gate = call.gate_bias(bias1);
   args.hidden = hidden.mutable_data_ptr();
   args.preact = save_preact ? preact.mutable_data_ptr() : nullptr;
   args.m = M;
@@ -155,7 +158,7 @@ std::tuple<Tensor, Tensor> ffn_fwd_cuda(const Tensor& x, const Tensor& w1, const
   args.type = call.type;
   args.activation = static_cast<int>(activation);
   const Rows h{args.hidden, F, call.type};
-  args.aligned = aligned(args.f, call.type, {h, {args.preact, F, call.type}, bias1.rows});
+  args.aligned = aligned(args.f, call.type, {h, {args.preact, F, call.type}, args.b1, args.b_gate});
   args.dropout = rule.dropout;
   check_launch(launch(args, device.stream), call.op);
 

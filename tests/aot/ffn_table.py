@@ -23,11 +23,11 @@ GEMMS = {
     "dp^T x": {"absent": ("a2_ptr", "b2_ptr", "bias_ptr", *ALL_ROWS), "inner": (False, False)},
 }
 OPTIONAL = {
-    ffn_fwd.ffn_fwd_kernel: ("b1_ptr", "preact_ptr", "seed_ptr", "rows_ptr"),
+    ffn_fwd.ffn_fwd_kernel: ("b1_ptr", "b_gate_ptr", "preact_ptr", "seed_ptr", "rows_ptr"),
     ffn_bwd.ffn_bwd_kernel: ("hidden_ptr", "db1_ptr", "seed_ptr", "rows_ptr"),
 }
 ACTIVATIONS = ((GELU, "gelu"), (RELU, "relu"), (GELU_TANH, "gelu_tanh"), (SILU, "silu"))
-GATED = ("gate_ptr", "g_ptr", "dg_ptr")
+GATED = ("gate_ptr", "b_gate_ptr", "g_ptr", "dg_ptr")
 # of arguments that are neither int64 nor a pointer to the storage type
 OTHERS = {
     **dict.fromkeys(("F", "splits", "last_dropped"), "i32"), "scale": "fp32", "db1_ptr": "*fp32",

@@ -18,7 +18,8 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # name -> (kernel, what may be None, what is None without a gate)
 HIDDEN = {
     "ffn_fwd_ahead": (
-        _ffn_fwd_ahead.ffn_fwd_ahead_kernel, ("b1_ptr", "preact_ptr", "seed_ptr", "rows_ptr"), ("gate_ptr",),
+        _ffn_fwd_ahead.ffn_fwd_ahead_kernel, ("b1_ptr", "b_gate_ptr", "preact_ptr", "seed_ptr", "rows_ptr"),
+        ("gate_ptr", "b_gate_ptr"),
     ),
     "ffn_bwd_ahead": (
         _ffn_bwd_ahead.ffn_bwd_ahead_kernel, ("hidden_ptr", "db1_ptr", "seed_ptr", "rows_ptr"), ("g_ptr", "dg_ptr"),

@@ -31,7 +31,7 @@ def steps(case):
     count = lambda n, by=tile: -(-n // by)
     m, e, f, o = count(rows), count(size["e"]), count(size["f"]), count(eo)
     forward = m * f * count(size["e"], deep) + m * o * count(size["f"], deep)
-    return (forward + m * f * count(eo, deep) + f * (e + o) * count(rows, deep)) * (1 + size["gate"])
+    return (forward + m * f * count(eo, deep) + f * (e + o) * count(rows, deep)) * (1 + bool(size["gate"]))
 
 
 def marked(case):

@@ -59,14 +59,15 @@ def test_forward_results_with_far_rows(spaces, gated, monkeypatch):
     F = WIDE // 2 if gated else WIDE
     rows = 2 * ROWS if gated else ROWS  # h of a gate has half of preact's columns
     x, w1, b1, gate = randn(1, 16), randn(F, 16, seed=1), randn(F, seed=2), randn(F, 16, seed=3)
+    b_gate = randn(F, seed=4)
     if gated:
         preact = huge(rows * WIDE, torch.float32)
     run_program(
         monkeypatch, ffn_fwd.ffn_fwd_kernel, last_tile(rows, F), x_ptr=x, w1_ptr=w1, b1_ptr=b1,
-        gate_ptr=gate if gated else None, hidden_ptr=hidden, preact_ptr=preact, E=16, F=F, x_stride_m=0,
-        w1_stride_f=16, gate_stride_f=16, **FIRST | {"M": rows},
+        gate_ptr=gate if gated else None, b_gate_ptr=b_gate if gated else None, hidden_ptr=hidden, preact_ptr=preact,
+        E=16, F=F, x_stride_m=0, w1_stride_f=16, gate_stride_f=16, **FIRST | {"M": rows},
     )  # fmt: skip
-    p, g = (x @ w1.T + b1)[0, -64:], (x @ gate.T)[0, -64:]
+    p, g = (x @ w1.T + b1)[0, -64:], (x @ gate.T + b_gate)[0, -64:]
     assert (rows - 1) * F >= 2**31
     ends_with(hidden, p.clamp(min=0) * g if gated else p.clamp(min=0), rows * F)
     ends_with(preact, g if gated else p, rows * WIDE)

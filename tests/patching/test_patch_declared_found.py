@@ -1,6 +1,5 @@
 """What trials of declarations find beyond the numbers of a few rows, and which calls the fused code then leaves."""
 
-import contextlib
 import copy
 import math
 
@@ -199,27 +198,6 @@ def test_what_a_called_child_keeps_is_its_own():
     assert notes(tfk.patch(model))[""] == "feed-forward"
     model(torch.randn(2, WIDTH))
     assert model.norm.last > 0
-
-
-def test_a_gate_with_a_bias_on_a_backend_that_has_none():
-    """It is left to the forward, rather than refused in the middle of a model."""
-
-    class Gated(FeedForward):
-        def __init__(self):
-            super().__init__()
-            self.c = nn.Linear(WIDTH, 64)
-
-        def forward(self, x):
-            return self.b(F.gelu(self.a(x)) * self.c(x))
-
-    tfk.patching.declare_feed_forward(Gated, first="a", second="b", activation="gelu", gate="c")
-    model, x = Gated(), torch.randn(3, WIDTH)
-    wanted = model(x)
-    for named, forced in (("triton", None), (None, "triton")):
-        with tfk.patch(model, backend=named) as report, tfk.use_backend(forced) if forced else contextlib.nullcontext():
-            for layer in (model.a, model.b, model.c):
-                tfk.unpatch(layer)
-            assert torch.equal(model(x), wanted) and report.fallbacks
 
 
 class OwnPrecision(Attention):

@@ -25,8 +25,7 @@ GPT2 = dict(vocab_size=99, n_positions=64, n_embd=WIDTH, n_layer=2, n_head=4, bo
 FLOAT64 = "in float64 its own code takes the variance in float32"
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
-    "llama": ("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2}),
-    "biased_llama": ("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2, "mlp_bias": True}),
+    "llama": ("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2, "mlp_bias": True}),
     "mistral": ("MistralForCausalLM", {**DECODER, "num_key_value_heads": 2, "sliding_window": 4}),
     "qwen2": ("Qwen2ForCausalLM", {**DECODER, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 2, "head_dim": 16}),
@@ -42,7 +41,6 @@ MODELS = {
 EXPECTED = {  # what must have been fused: class name -> how many
     "gpt2": {"GPT2Block": 2, "GPT2MLP": 2, "LayerNorm": 5},
     "llama": {"LlamaDecoderLayer": 2, "LlamaMLP": 2, "LlamaRMSNorm": 5},
-    "biased_llama": {"LlamaDecoderLayer": 2, "LlamaMLP": 2, "LlamaRMSNorm": 5},
     "mistral": {"MistralDecoderLayer": 2, "MistralMLP": 2, "MistralRMSNorm": 5},
     "qwen2": {"Qwen2DecoderLayer": 2, "Qwen2MLP": 2, "Qwen2RMSNorm": 5},
     "qwen3": {"Qwen3DecoderLayer": 2, "Qwen3MLP": 2, "Qwen3RMSNorm": 9},
@@ -71,7 +69,7 @@ def run_of(kind):
         torch.manual_seed(1)
         pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
         return lambda m: m(pixels.to(next(m.parameters()))).last_hidden_state
-    if kind in ("gpt2", "biased_llama", *LLAMAS):
+    if kind in ("gpt2", *LLAMAS):
         return lambda m: m(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
     return lambda m: m(ids, attention_mask=mask, decoder_input_ids=ids[:, :5], use_cache=False).logits
 

@@ -58,6 +58,7 @@ DEFECTS = {
     ),
     "half_of_a_gate": _ffn(FWD_FILE, "laid + 16, g[0]", "laid + 8, g[0]", quick=True),
     "gate_of_another_feature": _ffn(FWD_FILE, "(within & (each - 1))", "(within & (each / 2 - 1))"),
+    "bias_of_the_gate_left_out": _ffn(FWD_FILE, "g[k][i] += b;", "g[k][i] += 0.0f * b;"),
     "gate_saved_in_the_place_of_p": _ffn(FWD_FILE, "row + args.f, place, g", "row, place, g"),
     "dropout_of_the_tiles_rows": _ffn(
         FWD_FILE, "drop(args.dropout, m, place, h)", "drop(args.dropout, m % 64, place, h)"

@@ -64,7 +64,7 @@ def test_cut_sums(dtype, simt):
     before = simt.launches()
     given = block(1300, 8, 24, 10, dtype, gated=True)
     assert_contract("ffn", given, "cuda")
-    every = 2 + (1 + 1) + 3 * 2 + 1 + 2  # y; dh, dx; three weights in parts; db1, db2 in runs
+    every = 2 + (1 + 1) + 3 * 2 + 1 + 2 + 2  # y; dh, dx; three weights in parts; db1; the gate's bias and db2 in runs
     assert (simt.launches() - before) % every == 0
 
 

@@ -75,7 +75,7 @@ def prefer(call: Call) -> tuple[str, ...]:
     if call.device != "cpu":
         # H200, 16 bits: 1.1 to 1.3 of the time of cuBLAS and a pass for the activation; but aten draws dropout in plain
         # torch, which takes 30 times as long. csrc/cuda takes 2.4 of Triton's time, but 0.1 ms of the host's, not 0.3
-        if call.dropout_p == 0.0 or call.dtype not in _16_BITS:
+        if call.gate_biased or call.dropout_p == 0.0 or call.dtype not in _16_BITS:  # the first no GPU has proven
             return _backend.on_gpu()
         large = _library.certain(call.rows * call.width * call.hidden >= 1 << 33)
         return _backend.on_gpu("triton" if large else "cuda")

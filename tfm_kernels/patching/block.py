@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import _backend, ops
+from .. import ops
 from .._autocast import as_autocast
 from ..nn import Int8Linear
 from ..nn.attention_weights import with_weights
@@ -123,16 +123,6 @@ def feed_forward(
     weights: list[Any] = [w1, b1, _weight(second), second.bias, w3]
     x, w1, b1, w2, b2, w3 = as_autocast(x, *weights)
     return ops.ffn(x, w1, b1, w2, b2, activation=activation, gate=w3, **options)
-
-
-def why_not_gate(gate: Any, backend: str | None) -> str | None:
-    """None where the backend that is named or forced adds the bias of a gate that has one, else part of a sentence."""
-    if gate is None or gate.bias is None:
-        return None
-    backend = _backend.forced() if backend is None else backend
-    if backend not in ("triton", "cuda"):
-        return None
-    return f"its gate has a bias, which backend {backend!r} does not add"
 
 
 def dtypes(*layers: Any) -> list[torch.dtype]:

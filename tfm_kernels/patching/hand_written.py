@@ -95,8 +95,6 @@ def declare_feed_forward(
         own = options(self)
         if not declaration.of_one_dtype((x,), (*layers, gated)) or (own.found is not None and own.found.leaves(x)):
             return NotImplemented
-        if block.why_not_gate(gated, own.backend) is not None:
-            return NotImplemented
         told: dict[str, Any] = {"dropout_p": declaration.probability(self, dropout), "backend": own.backend}
         x = x if norm is None else guard.child(self, norm)(x)
         rows, swapped = x.mT if channels_first else x, activated == "second"

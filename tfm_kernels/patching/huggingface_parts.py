@@ -42,9 +42,6 @@ def _feed_forward(known: Known, first: str, second: str, gate: str | None = None
         w1, w2, w3 = getattr(self, first), getattr(self, second), None if gate is None else getattr(self, gate)
         if len({x.dtype, *block.dtypes(w1, w2)}) > 1 and autocast_dtype(x.device) is None:
             return "its weights have several dtypes"  # as T5 in float16, whose second matrix stays float32
-        reason = block.why_not_gate(w3, options(self).backend)
-        if reason is not None:
-            return reason
         name: Any = block.activation(known.function(self))
         inner = block.dropout_p(self.dropout) if after is None and "dropout" in known.reads else 0.0
         y = block.feed_forward(x, w1, w2, name, w3, dropout_p=inner, backend=options(self).backend)

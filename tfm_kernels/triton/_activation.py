@@ -131,3 +131,10 @@ def call_shape(op: str, x: Tensor, w1: Tensor, w2: Tensor, activation: int) -> t
     if not 0 <= activation < COUNT:
         raise ValueError(f"{op}: activation must lie in 0..{COUNT - 1}, got {activation}")
     return *x.shape, w1.shape[0], w2.shape[0]
+
+
+def biases_of(b1: Tensor | None, gate: Tensor | None, F: int) -> tuple[Tensor | None, Tensor | None]:
+    """b1 and b_g of ops/ffn.py's one vector."""
+    if b1 is None or gate is None or b1.shape != (2 * F,):
+        return b1, None
+    return b1[:F], b1[F:]

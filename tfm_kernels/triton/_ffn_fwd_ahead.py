@@ -75,12 +75,14 @@ def kept_part(seed_ptr, rows_ptr, m0, left_m, first, last_dropped, by: gl.conste
 
 @gluon.jit
 def finish(
-    p, g, b1_ptr, gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, m0, part: gl.constexpr, f0, left_m, left_f, F,
-    scale, last_dropped, ACTIVATION: gl.constexpr, by: gl.constexpr,
+    p, g, b1_ptr, gate_ptr, b_gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, m0, part: gl.constexpr, f0, left_m,
+    left_f, F, scale, last_dropped, ACTIVATION: gl.constexpr, by: gl.constexpr,
 ):  # fmt: skip
     """ffn_fwd.finish() of a part of a group's half of a tile, to whose first element or column pointers point."""
     if b1_ptr is not None:
         p += load_columns(b1_ptr, part, left_f, by)
+    if b_gate_ptr is not None:
+        g += load_columns(b_gate_ptr, part, left_f, by)
     if preact_ptr is not None:
         width = F if gate_ptr is None else F * 2
         store_part(p, preact_ptr, part, left_m, left_f, width, by)
@@ -97,9 +99,9 @@ def finish(
 
 @gluon.jit
 def multiply_tiles(
-    a, b, full, empty, b1_ptr, gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, M, E, F, scale, last_dropped,
-    half: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    a, b, full, empty, b1_ptr, gate_ptr, b_gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, M, E, F, scale,
+    last_dropped, half: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """A group that multiplies: one half of the rows of every tile."""
     by: gl.constexpr = by_columns()
@@ -114,6 +116,9 @@ def multiply_tiles(
         b1 = b1_ptr
         if b1_ptr is not None:
             b1 += f0
+        b_gate = b_gate_ptr
+        if b_gate_ptr is not None:
+            b_gate += f0
         preact = preact_ptr
         if preact_ptr is not None:
             preact += m0 * (F if gate_ptr is None else F * 2) + f0
@@ -123,21 +128,21 @@ def multiply_tiles(
             if gate_ptr is not None:
                 g = part_of(acc, part + BLOCK_F // PART, BLOCK_N, True)
             finish(
-                p, g, b1, gate_ptr, hidden_ptr + (m0 * F + f0), preact, seed_ptr, rows_ptr, m0, part, f0.to(gl.int32),
-                left_m, left_f, F, scale, last_dropped, ACTIVATION, by,
+                p, g, b1, gate_ptr, b_gate, hidden_ptr + (m0 * F + f0), preact, seed_ptr, rows_ptr, m0, part,
+                f0.to(gl.int32), left_m, left_f, F, scale, last_dropped, ACTIVATION, by,
             )  # fmt: skip
 
 
 _RUNTIME = (
-    "x_ptr", "w1_ptr", "b1_ptr", "gate_ptr", "hidden_ptr", "preact_ptr", "seed_ptr", "rows_ptr", "M", "E", "F",
-    "x_stride_m", "w1_stride_f", "gate_stride_f", "scale", "last_dropped",
+    "x_ptr", "w1_ptr", "b1_ptr", "gate_ptr", "b_gate_ptr", "hidden_ptr", "preact_ptr", "seed_ptr", "rows_ptr", "M", "E",
+    "F", "x_stride_m", "w1_stride_f", "gate_stride_f", "scale", "last_dropped",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def ffn_fwd_ahead_kernel(
-    x_ptr, w1_ptr, b1_ptr, gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, M: gl.int64, E: gl.int64, F: gl.int64,
-    x_stride_m: gl.int64, w1_stride_f: gl.int64, gate_stride_f: gl.int64, scale, last_dropped,
+    x_ptr, w1_ptr, b1_ptr, gate_ptr, b_gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, M: gl.int64, E: gl.int64,
+    F: gl.int64, x_stride_m: gl.int64, w1_stride_f: gl.int64, gate_stride_f: gl.int64, scale, last_dropped,
     ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
@@ -150,13 +155,13 @@ def ffn_fwd_ahead_kernel(
         [
             (
                 multiply_tiles,
-                (a, b, full, empty, b1_ptr, gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, M, E, F, scale,
-                 last_dropped, 0, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M),
+                (a, b, full, empty, b1_ptr, gate_ptr, b_gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, M, E, F,
+                 scale, last_dropped, 0, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M),
             ),
             (
                 multiply_tiles,
-                (a, b, full, empty, b1_ptr, gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, M, E, F, scale,
-                 last_dropped, 1, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M),
+                (a, b, full, empty, b1_ptr, gate_ptr, b_gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, M, E, F,
+                 scale, last_dropped, 1, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M),
             ),
             (
                 copy_tiles,

@@ -3,8 +3,8 @@
 Owns:    the first launch, persistent programs: each takes every programs-th tile of dh = dy w2, sums it in registers
          and ends with dropout, gate and slope: dp, dg, h again from preact, and one row of partial db1. The products
          of _gemm.py follow: dx, and dw1, dgate, dw2, whose sums over many rows are cut in parts.
-Traffic: reads dy, w2 and preact, writes h, dp and dg; these again and x, w1, gate; writes the results. 8 M E F FLOPs,
-         12 gated; where preact was not saved, 2 and 4 more.
+Traffic: reads dy, w2 and preact, writes h, dp and dg; these again, dg twice where the gate has a bias, and x, w1, gate;
+         writes the results. 8 M E F FLOPs, 12 gated; where preact was not saved, 2 and 4 more.
 Limits:  float16, bfloat16, float32, sums float32; h, dp, dg are rounded once to the storage type. No float64, no
          atomics.
 Config:  pick_config() below and of _gemm.py, _sums.py; 16-bit launches without gate and dropout are measured on an
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _gemm, _launch
-from ._activation import activate_and_slope, call_shape
+from ._activation import activate_and_slope, biases_of, call_shape
 from ._gemm import PART, Config, columns, gemm, pick, place, product
 from ._sums import sum_rows
 from ._tile import keep_tile, load_row_numbers, load_tile, store_strided
@@ -132,7 +132,7 @@ def ffn_bwd(
     op = "ffn_bwd_triton"
     _launch.check_device(op, x)
     M, E, F, Eo = call_shape(op, x, w1, w2, activation)
-    one = (x.dtype,)
+    one, (b1, b_gate) = (x.dtype,), biases_of(b1, gate, F)
     saved = preact.dim() == 2
     preact_shape = (M, F if gate is None else 2 * F) if saved else (0,)
     _launch.check(
@@ -146,9 +146,10 @@ def ffn_bwd(
 
     kind, capability = _gemm.precision(x.dtype), _launch.capability(x)
     dy, x, w1, w2 = (_launch.matrix(t) for t in (dy, x, w1, w2))
-    gate, b1 = None if gate is None else _launch.matrix(gate), None if b1 is None else b1.contiguous()
+    gate = None if gate is None else _launch.matrix(gate)
+    b1, b_gate = (None if b is None else b.contiguous() for b in (b1, b_gate))
     preact = preact.contiguous()
-    aligned = _launch.aligned(math.gcd(E, F, Eo), dy, x, w1, w2, gate, b1, preact)
+    aligned = _launch.aligned(math.gcd(E, F, Eo), dy, x, w1, w2, gate, b1, b_gate, preact)
     new = lambda *size, dtype=x.dtype: torch.empty(size, dtype=dtype, device=x.device)  # noqa: E731
 
     def rows_by(a: Tensor, b: Tensor, k_inner: bool, **more: Any) -> Tensor:
@@ -161,13 +162,14 @@ def ffn_bwd(
         config = _gemm.pick_split(a.shape[1], b.shape[1], M, kind, aligned, capability)
         return gemm(a, b, config, kind, aligned, a_k_inner=False, b_k_inner=False)
 
-    need_dp, need_dg = need_x or need_w1 or need_b1, gate is not None and (need_x or need_gate)
+    need_b_gate = need_b1 and b_gate is not None
+    need_dp, need_dg = need_x or need_w1 or need_b1, gate is not None and (need_x or need_gate or need_b_gate)
     hidden, dp, dg = (new(M if needed else 0, F) for needed in (need_w2, need_dp, need_dg))
     with _launch.on(x):
         if need_dp or need_dg or need_w2:
             if not saved:
                 p = rows_by(x, w1, True, bias=b1)
-                g = None if gate is None else rows_by(x, gate, True)
+                g = None if gate is None else rows_by(x, gate, True, bias=b_gate)
             else:
                 p, g = preact[:, :F], None if gate is None else preact[:, F:]
             dropped = dropout_p > 0.0
@@ -196,10 +198,15 @@ def ffn_bwd(
                     BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=_gemm.GROUP_M,
                     num_warps=config.num_warps, enable_fp_fusion=False, **own,
                 )  # fmt: skip
+        db1 = new((2 * F if need_b_gate else F) if need_b1 else 0)
+        if need_b1:
+            sum_rows(db1s, x.dtype, db1[:F])
+        if need_b_gate:
+            sum_rows(dg, x.dtype, db1[F:])
         return (
             rows_by(dp, w1, False, a2=dg if need_dg else None, b2=gate if need_dg else None) if need_x else new(0),
             weight(dp, x) if need_w1 else new(0),
-            sum_rows(db1s, x.dtype) if need_b1 else new(0),
+            db1,
             weight(dy, hidden) if need_w2 else new(0),
             sum_rows(dy, x.dtype) if need_b2 else new(0),
             weight(dg, x) if need_gate else new(0),

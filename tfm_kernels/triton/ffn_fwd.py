@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _gemm, _launch
-from ._activation import activate, call_shape
+from ._activation import activate, biases_of, call_shape
 from ._gemm import PART, Config, add_product, columns, gemm, load_factor, pick, place, product
 from ._tile import keep_tile, load_columns, load_row_numbers, store_strided
 
@@ -58,8 +58,8 @@ def pick_config(M: int, F: int, kind: str, gated: bool, aligned: bool, capabilit
 
 
 _RUNTIME = (
-    "x_ptr", "w1_ptr", "b1_ptr", "gate_ptr", "hidden_ptr", "preact_ptr", "seed_ptr", "rows_ptr", "M", "E", "F",
-    "x_stride_m", "w1_stride_f", "gate_stride_f", "scale", "last_dropped",
+    "x_ptr", "w1_ptr", "b1_ptr", "gate_ptr", "b_gate_ptr", "hidden_ptr", "preact_ptr", "seed_ptr", "rows_ptr", "M", "E",
+    "F", "x_stride_m", "w1_stride_f", "gate_stride_f", "scale", "last_dropped",
 )  # fmt: skip
 
 
@@ -84,12 +84,14 @@ def gated_products(
 
 @triton.jit
 def finish(
-    p, g, b1_ptr, gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, offs_m, first, M, F, scale, last_dropped,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+    p, g, b1_ptr, gate_ptr, b_gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, offs_m, first, M, F, scale,
+    last_dropped, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """FFN.1's bias, FFN.2 and FFN.3 of columns first + 0, 1, ...: writes preact and h."""
+    """The biases of FFN.1 and FFN.2, and FFN.3, of columns first + 0, 1, ...: writes preact and h."""
     if b1_ptr is not None:
         p += load_columns(b1_ptr, first, F, BLOCK_N, ALIGNED)
+    if b_gate_ptr is not None:
+        g += load_columns(b_gate_ptr, first, F, BLOCK_N, ALIGNED)
     if preact_ptr is not None:
         width = F.to(tl.int64) if gate_ptr is None else F.to(tl.int64) * 2
         store_strided(p, preact_ptr, offs_m, first, M, F, width, BLOCK_N, ALIGNED)
@@ -110,8 +112,8 @@ def finish(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def ffn_fwd_kernel(
-    x_ptr, w1_ptr, b1_ptr, gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, M: tl.int64, E: tl.int64, F: tl.int32,
-    x_stride_m: tl.int64, w1_stride_f: tl.int64, gate_stride_f: tl.int64, scale, last_dropped,
+    x_ptr, w1_ptr, b1_ptr, gate_ptr, b_gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, M: tl.int64, E: tl.int64,
+    F: tl.int32, x_stride_m: tl.int64, w1_stride_f: tl.int64, gate_stride_f: tl.int64, scale, last_dropped,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +139,7 @@ def ffn_fwd_kernel(
         for part in tl.static_range(PARTS):
             finish(
                 columns(p, part, PARTS, BLOCK_M, BLOCK_N), columns(g, part, PARTS, BLOCK_M, BLOCK_N), b1_ptr, gate_ptr,
-                hidden_ptr, preact_ptr, seed_ptr, rows_ptr, offs_m, f * BLOCK_N + part * PART, M, F, scale,
+                b_gate_ptr, hidden_ptr, preact_ptr, seed_ptr, rows_ptr, offs_m, f * BLOCK_N + part * PART, M, F, scale,
                 last_dropped, ACTIVATION, BLOCK_M, PART, ALIGNED,
             )  # fmt: skip
 
@@ -150,7 +152,7 @@ def ffn_fwd(
     op = "ffn_fwd_triton"
     _launch.check_device(op, x)
     M, E, F, Eo = call_shape(op, x, w1, w2, activation)
-    one = (x.dtype,)
+    one, (b1, b_gate) = (x.dtype,), biases_of(b1, gate, F)
     _launch.check(
         op, x, x=(x, (M, E), _launch.DTYPES), w1=(w1, (F, E), one), b1=(b1, (F,), one), w2=(w2, (Eo, F), one),
         b2=(b2, (Eo,), one), gate=(gate, (F, E), one), dropout_rows=(dropout_rows, (M,), (torch.int64,)),
@@ -161,8 +163,8 @@ def ffn_fwd(
     dropped, gated, kind = dropout_p > 0.0, gate is not None, _gemm.precision(x.dtype)
     x, w1, w2 = _launch.matrix(x), _launch.matrix(w1), _launch.matrix(w2)
     gate = None if gate is None else _launch.matrix(gate)
-    b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
-    aligned = _launch.aligned(math.gcd(E, F, Eo), x, w1, w2, gate, b1, b2)
+    b1, b_gate, b2 = (None if b is None else b.contiguous() for b in (b1, b_gate, b2))
+    aligned = _launch.aligned(math.gcd(E, F, Eo), x, w1, w2, gate, b1, b_gate, b2)
     new = lambda *size: torch.empty(size, dtype=x.dtype, device=x.device)  # noqa: E731
     preact = new(M, 2 * F if gated else F) if save_preact else new(0)
     hidden = new(M, F)
@@ -182,7 +184,7 @@ def ffn_fwd(
                     config, kernel, own = chosen, ahead.ffn_fwd_ahead_kernel, {}
             _launch.launch(
                 kernel, (config.programs,),
-                x_ptr=x, w1_ptr=w1, b1_ptr=b1, gate_ptr=gate, hidden_ptr=hidden,
+                x_ptr=x, w1_ptr=w1, b1_ptr=b1, gate_ptr=gate, b_gate_ptr=b_gate, hidden_ptr=hidden,
                 preact_ptr=preact if save_preact else None, seed_ptr=seed if dropped else None,
                 rows_ptr=dropout_rows.contiguous() if dropped and dropout_rows is not None else None,
                 M=M, E=E, F=F, x_stride_m=x.stride(0), w1_stride_f=w1.stride(0),
