@@ -44,7 +44,10 @@ if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for,
         " -Wno-uninitialized -Wno-maybe-uninitialized"
     )
 
-LEFT_OUT = sorted(set(ISAS) - {"DEFAULT", *os.environ.get("TFM_KERNELS_ISAS", "AVX2 AVX512").split()})
+NAMED_ISAS = os.environ.get("TFM_KERNELS_ISAS", "AVX2 AVX512")
+if "AVX2" in ISAS and not {"DEFAULT", *NAMED_ISAS.split()} <= set(ISAS):
+    raise SystemExit(f"TFM_KERNELS_ISAS must name AVX2, AVX512, both (a space between) or DEFAULT, got {NAMED_ISAS!r}")
+LEFT_OUT = sorted(set(ISAS) - {"DEFAULT", *NAMED_ISAS.split()})
 for isa in LEFT_OUT:
     del ISAS[isa]
 

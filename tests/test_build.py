@@ -69,6 +69,14 @@ def test_instruction_sets_may_be_left_out(named, described, monkeypatch):
         assert (f"-DTFM_WITHOUT_{isa}" in made["CXX_FLAGS"]) == (isa not in left)
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other processors have one instruction set")
+def test_no_other_instruction_sets(described, monkeypatch):
+    for named in ("avx2", "AVX512,AVX2", "AVX-512"):
+        monkeypatch.setenv("TFM_KERNELS_ISAS", named)
+        with pytest.raises(SystemExit, match=f"TFM_KERNELS_ISAS must name AVX2, .*got '{named}'"):
+            described()
+
+
 def test_without_nvcc_everything_else_is_built_and_it_is_said(described, capsys):
     _, told = described(nvcc=None, gpus="9.0\n")
     assert names(told) == ["tfm_kernels._C"]

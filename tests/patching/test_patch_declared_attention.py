@@ -153,11 +153,11 @@ def test_gradients_in_bfloat16_are_as_exact_as_before():
 
 
 class Remembering(MultiHeadedAttention):
-    """A forward that keeps what it last saw: in an attribute, in a new one, in a buffer, and in place."""
+    """A forward that keeps what it last saw: in an attribute, in a new one, in a new buffer, and in place."""
 
     def __init__(self):
         super().__init__(4, WIDTH)
-        self.register_buffer("calls", torch.zeros(()))
+        self.calls = torch.zeros(())
         self.register_buffer("last", None)
 
     def forward(self, query, key, value, mask=None):

@@ -334,6 +334,25 @@ def test_a_sequence_in_another_order_and_a_slice_of_a_patched_one():
     assert [entry.name for entry in tfk.patch(part).replaced][0] == ""
 
 
+class Beginning(nn.Module):
+    """Runs what lies before the last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh())
+
+    def forward(self, x):
+        return self.layers[:-1](x)
+
+
+def test_a_slice_is_taken_in_compiled_code():
+    model, x = Beginning(), torch.randn(3, 16)
+    wanted = model(x)
+    tfk.patch(model)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), wanted)
+    assert len(copy.deepcopy(model.layers)) == 4 and type(copy.deepcopy(model.layers)) is type(model.layers)
+
+
 def test_attention_trains_on_what_inference_mode_made():
     torch.manual_seed(0)
     stock = nn.MultiheadAttention(16, 2, batch_first=True)

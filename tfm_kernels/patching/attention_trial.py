@@ -6,6 +6,7 @@ can be made of. A forward that refuses all rows keeps its module as it is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from . import guard
 from .declaration import calling, number, probability
 from .declared_attention import AXES, MASKS, DeclaredAttention
-from .found import Found, require_gradients, why_not_pure
+from .found import Found, require_gradients, require_pure
 from .specimen import attempt, differ, fresh, require_dropouts, require_unwritten, specimen, untried
 
 _OP = "declare_attention"
@@ -49,6 +50,7 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
         )
     of = functools.partial(_Trial, cls, copy, layers, declared)
     trial = of(_LENGTH)
+    require_pure(copy, lambda: trial.run_once(declared), called, pictures=True)  # which are lost, as is said
     alone = trial.require(declared, [None], _ALONE) is not None
     found = Found()
     right = None if declared.arguments[3] is None else trial.require_masks(declared, alone, found)
@@ -68,9 +70,6 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
         firsts = (lambda run=run: _parts(run())[0] for run in trial.runs(declared, mask))
         require_gradients(_OP, cls, copy, trial.inputs, firsts)
     _require_drops(cls, trial, declared, given, [inner for layer in called for inner in layer.modules()], out)
-    reason = why_not_pure(copy, lambda: trial.forward(given), [copy])  # weights kept for pictures are lost, as is said
-    if reason is not None:
-        return reason
     found.look_at_dtypes(copy, lambda narrow: of(_LENGTH).runs(declared, given))
     return found
 
@@ -130,6 +129,13 @@ class _Trial:
         given = self.named if self.last is None else {**self.named, self.last: mask}
         self.call = given.values(), fresh(given.values())
         return calling(self.cls, *given)(self.copy, *self.call[1])
+
+    def run_once(self, declared: DeclaredAttention) -> None:
+        """Runs the forward with and without a mask, where it does."""
+        masks = [] if self.last is None else [each[0] for each in self.masks(declared)]
+        for mask in (None, *masks):
+            with contextlib.suppress(Exception):  # a forward may want anything
+                self.forward(mask)
 
     def written(self, declared: DeclaredAttention, mask: Any) -> tuple[Any, ...]:
         """What it is to give."""
@@ -253,7 +259,8 @@ class _Trial:
         (of_keys,) = self.masks(dataclasses.replace(declared, mask_axis="keys"))
         padding = [mask[:, None, None] for mask in of_keys]
         if declared.mask_axis is None:
-            return [padding, [mask[None] for mask in of_two]]
+            exact = [mask.expand(-1, self.heads, -1, -1) for mask in of_four]
+            return [padding, [mask[None] for mask in of_two], exact]
         if declared.mask_axis == "keys":
             return [of_four, padding]
         rows = [mask[:, None] for mask in of_keys] if declared.mask_axis == "batch" else []
@@ -261,7 +268,11 @@ class _Trial:
 
     def like(self, declared: DeclaredAttention, mask: Any) -> Any:
         """A mask of this trial's length and dtype, of the shape and kind of another's."""
-        of = lambda each: (each.dim(), each.shape[-2] == 1, each.dtype if not each.is_floating_point() else None)  # noqa: E731
+
+        def of(each: Tensor) -> tuple[Any, ...]:
+            of_heads = each.dim() == 4 and each.shape[1] > 1
+            return each.dim(), of_heads, each.shape[-2] == 1, each.dtype if not each.is_floating_point() else None
+
         every = (each for masks in (*self.masks(declared), *self._of_other_shapes(declared)) for each in masks)
         return next(each for each in every if of(each) == of(mask))
 

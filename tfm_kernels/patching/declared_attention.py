@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mask import Mask
+from ..nn._bypass import cannot_be_kept
 from . import block, guard
 from .declaration import dropped, has_dropout, is_switch, number, of_one_dtype, parameters, probability
 from .swap import options
@@ -126,6 +127,7 @@ class DeclaredAttention:
             return band, None
         given = self._four_axes(given)
         if self.mask == "add" or (self.mask == "sdpa" and given.dtype != torch.bool):
+            given = given.clone() if cannot_be_kept(given) else given  # where it is added, nothing keeps it
             return band, given if given.dtype == torch.float32 else given.to(query.dtype)
         keep = Mask.keep(given == 0 if self.mask == "hide" else given != 0)
         return keep if band is None else band & keep, None

@@ -17,7 +17,7 @@ from ..nn.ffn import ACTIVATIONS
 from . import guard
 from .declaration import calling, dropped, parameters, probability
 from .declared_norm import DeclaredNorm
-from .found import Found, require_gradients, why_not_pure
+from .found import Found, require_gradients, require_pure
 from .specimen import attempt, differ, fresh, require_dropouts, result, specimen, tried
 
 _WIDE = (torch.float32, torch.float64)
@@ -32,11 +32,14 @@ def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: Declare
     What it found beyond that; None where it is believed.
     """
     copy = specimen(module)
-    reason = None if copy is None else _require_norm(op, cls, copy, norm)
-    if reason is None and copy is not None and not all(each.dtype in _WIDE for each in copy.parameters()):
-        reason = _require_norm(op, cls, specimen(module, wide=True), norm)  # 16 bits show no small differences
-    rows = None if copy is None or reason is not None else _rows_of(copy, norm)
+    rows = None if copy is None else _rows_of(copy, norm)
     if copy is None or rows is None:
+        return None
+    rows, reason = _require_norm(op, cls, copy, norm, rows)
+    if reason is None and not all(each.dtype in _WIDE for each in copy.parameters()):
+        wide = specimen(module, wide=True)  # 16 bits show no small differences
+        _, reason = _require_norm(op, cls, wide, norm, _rows_of(wide, norm))
+    if reason is not None:
         return reason
     forward, found = functools.partial(_forward_of_one(cls), copy), Found()
 
@@ -44,21 +47,21 @@ def require_norm(op: str, cls: type[nn.Module], module: nn.Module, norm: Declare
         x = rows.bfloat16() if narrow else rows
         return lambda: forward(x), lambda: x
 
-    reason = why_not_pure(copy, lambda: forward(rows.clone()))
     found.look_at_dtypes(copy, runs)
-    return reason or found
+    return found
 
 
-def _require_norm(op: str, cls: type[nn.Module], copy: nn.Module, norm: DeclaredNorm) -> str | None:
-    rows = _rows_of(copy, norm)
-    if rows is None:
-        return None
-    wide = tuple(None if p is None else p.double() for p in norm.parameters(copy))
+def _require_norm(
+    op: str, cls: type[nn.Module], copy: nn.Module, norm: DeclaredNorm, rows: Any
+) -> tuple[Tensor, str | None]:
+    forward = functools.partial(_forward_of_one(cls), copy)
 
     def require(x: Tensor) -> str | None:
-        got, refused = result(op, cls, copy, functools.partial(_forward_of_one(cls), copy), x)
+        require_pure(copy, lambda: forward(x.clone()))
+        got, refused = result(op, cls, copy, forward, x)
         if got is None:
             return refused
+        wide = tuple(None if p is None else p.double() for p in norm.parameters(copy))
         if got.dtype != x.dtype:
             raise ValueError(f"{op}: {cls.__name__}.forward must give its input's {x.dtype}, got {got.dtype}")
         wanted, _ = attempt(copy, lambda: norm.of(x.double(), wide, norm.epsilons(copy), "reference"))
@@ -113,9 +116,11 @@ def require_post_norm(
         given, refused = attempt(copy, lambda: layer(x, *others))
         if refused is None and not isinstance(given, Tensor):
             return f"its {sublayer} gives a {type(given).__name__}, not a tensor"
-    wanted, reason = tried(copy, written), None
+    reason = None
     for call in calls:
         forward = lambda call=call: cls.forward(copy, *fresh(call()))  # noqa: E731
+        require_pure(copy, forward, called)
+        wanted = tried(copy, written)
         got, reason = result(op, cls, copy, functools.partial(cls.forward, copy), *call())
         if got is None:
             continue
@@ -127,7 +132,7 @@ def require_post_norm(
         require_gradients(op, cls, copy, [x], (forward, written))
         inside = [part for each in called for part in each.modules()]
         require_dropouts(op, cls, copy, (dropout,), inside, None, forward, written)
-        return why_not_pure(copy, forward, called)
+        return None
     return reason if sublayer is None else None  # a child may take more than x
 
 
@@ -181,10 +186,12 @@ def require_feed_forward(
     inside = [inner for layer in layers if layer is not None for inner in layer.modules()]
 
     def require(x: Tensor) -> str | None:
+        run, declared = lambda: forward(x.clone()), lambda: written(x)
+        require_pure(copy, run, [layer for layer in layers if layer is not None])
         got, refused = result(op, cls, copy, forward, x)
         if got is None:
             return refused
-        wanted, wrong = attempt(copy, lambda: written(x))
+        wanted, wrong = attempt(copy, declared)
         if wrong is not None or differ(got, wanted):
             inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
             if gate is first:
@@ -196,44 +203,41 @@ def require_feed_forward(
                 f"{op}: {cls.__name__}.forward must give {names[1]}({inner}), got {numbers}: activation names one of "
                 f"{', '.join(ACTIVATIONS)}{halves}"
             )
-        run, declared = lambda: forward(x.clone()), lambda: written(x)
-        if rows.dtype in _WIDE:
+        if x.dtype in _WIDE:
             require_gradients(op, cls, copy, [x], (run, declared))
         require_dropouts(op, cls, copy, drops, inside, second, run, declared)
-        impure.append(why_not_pure(copy, run, [layer for layer in layers if layer is not None]))
         return None
 
     def runs(narrow: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
         x = rows.bfloat16() if narrow else rows
         return lambda: forward(x), lambda: written(x)
 
-    found = Found()
-    impure: list[str | None] = []
-    reason = require(3 * rows) if channels_first else _in_some_shape(3 * rows, require)
+    rows, found = 3 * rows, Found()
+    rows, reason = (rows, require(rows)) if channels_first else _in_some_shape(rows, require)
     if reason is None:
         found.look_at_dtypes(copy, runs)
-    return reason or next(filter(None, impure), found)
+    return reason or found
 
 
 def _forward_of_one(cls: type[nn.Module]) -> Callable[..., Any]:
     return calling(cls, *parameters(cls)[:1])
 
 
-def _in_some_shape(rows: Tensor, require: Callable[[Tensor], str | None]) -> str | None:
-    """``require`` of the rows (1, T, N) or, where that is refused, of other shapes that end in N; why none is taken.
+def _in_some_shape(rows: Tensor, require: Callable[[Tensor], str | None]) -> tuple[Tensor, str | None]:
+    """The rows (1, T, N) or, where ``require`` refuses these, as another shape that ends in N; why none is taken.
 
     A forward that takes another axis than the last for the features is found where that is as long.
     """
     reason = require(rows)
     if reason is None:
-        return None
+        return rows, None
     width = rows.shape[-1]
     shapes = [rows[:, None], rows[0]]
     if width <= _SQUARE:
         many = rows[:, torch.arange(width, device=rows.device) % rows.shape[1]]
         shapes = [many, many[:, :, None], *shapes]
     answers = [require(each) for each in shapes]
-    return None if None in answers else reason
+    return (shapes[answers.index(None)], None) if None in answers else (rows, reason)
 
 
 def _rows_of(copy: nn.Module, norm: DeclaredNorm) -> Tensor | None:

@@ -48,8 +48,8 @@ def declare_feed_forward(
     """Declare that a class is a feed-forward block: second(dropout(activation(first(x)))), with a gate times gate(x).
 
     ``patch`` tries it on a few rows, refuses a class that gives other numbers or gradients or drops some by another
-    dropout, and leaves one as it is that takes no rows (..., E), keeps what it computes in an attribute or a buffer, or
-    draws by another generator than torch's.
+    dropout, and leaves one as it is that takes no rows (..., E), keeps what it computes in an attribute or a buffer,
+    writes its parameters, or draws by another generator than torch's.
 
     Args:
         cls: the class, matched exactly. Its forward takes x alone.

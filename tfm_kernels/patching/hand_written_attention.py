@@ -44,12 +44,13 @@ def declare_attention(
     The projections are called as modules, so hooks and adapters on them keep working. ``patch`` tries a copy with other
     parameters on a few rows, without a mask, with some, and in training, and refuses a class that gives other numbers
     or gradients. It believes layers other than nn.Linear, which it cannot try, and leaves a module as it is whose
-    forward refuses such rows. It does not see what a forward does beyond 70 tokens (a longer window), by its state (a
-    cache that an attribute switches on, a buffer that is loaded later) or at large scores alone (a cap). The forward
-    runs as it is written where a call gives arguments that are not declared anything but their defaults, or a mask with
-    a number of axes that the trial found read in another way or not at all. A row that may see no key gives 0
-    before ``out``, where code that fills with -1e9 gives the mean of hidden values. An attribute in which the forward
-    keeps its weights for pictures, such as ``self.attn``, is not written: ``tfk.get_attention_maps`` gives the weights.
+    forward refuses such rows, writes parameters or buffers, or draws by another generator than torch's. It does not see
+    what a forward does beyond 70 tokens (a longer window), by its state (a cache that an attribute switches on, a
+    buffer that is loaded later) or at large scores alone (a cap). The forward runs as it is written where a call gives
+    arguments that are not declared anything but their defaults, or a mask with a number of axes that the trial found
+    read in another way or not at all. A row that may see no key gives 0 before ``out``, where code that fills with -1e9
+    gives the mean of hidden values. An attribute in which the forward keeps its weights for pictures, such as
+    ``self.attn``, is not written: ``tfk.get_attention_maps`` gives the weights.
 
     Args:
         cls: the class, matched exactly.

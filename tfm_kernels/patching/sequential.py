@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import block, guard
 from .registry import Recipe, register_recipe
-from .swap import OPTIONS, fell_back, options, original_class
+from .swap import fell_back, options, original_class
 
 
 class Run(NamedTuple):
@@ -82,6 +82,11 @@ def _covers(module: nn.Module) -> list[nn.Module]:
 
 def _fuse(original: Any) -> type:
     class Fused(original):
+        def __new__(cls, *args: Any, **told: Any) -> Any:
+            if cls is Fused and (args or told):  # a slice is a new module, which nobody patched
+                return original(*args, **told)
+            return super().__new__(cls)
+
         def forward(self, input: Any) -> Any:
             children, position, fused = list(self._modules.values()), 0, False
             while position < len(children):
@@ -96,12 +101,6 @@ def _fuse(original: Any) -> type:
             if not fused:
                 fell_back(self, "its linear layers were replaced or have hooks, or its input is no dense tensor")
             return input
-
-        def __getitem__(self, idx: Any) -> Any:  # a slice is a new module, of this class, which nobody patched
-            found = super().__getitem__(idx)
-            if type(found) is type(self) and found is not self and OPTIONS not in found.__dict__:
-                found.__class__ = original
-            return found
 
     return Fused
 

@@ -19,14 +19,14 @@ from .declaration import is_dropout
 from .swap import OPTIONS
 
 _WIDE = (torch.float32, torch.float64)
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 OF_TORCH = frozenset(nn.Module().__dict__)  # what every module holds: hooks, which count by themselves, and its mode
 _NOISE = 65537  # numbers, a prime: rows of a parameter differ though they are drawn once
 _patches = 0  # calls of patch() that have begun or ended
 
 
-class CannotBeTried(Exception):
-    """Part of a sentence for the report: a module is to be left as it is, because nothing tells what it computes."""
+class LeftAlone(Exception):
+    """Part of a sentence for the report: why a module is to be left as it is."""
 
 
 def specimen(module: nn.Module, *, wide: bool = False) -> Any:
@@ -36,7 +36,7 @@ def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     one computes in float32 where the module does in 16 bits.
 
     Raises:
-        CannotBeTried: it cannot be copied, or its copy holds parts of the module itself.
+        LeftAlone: it cannot be copied, or its copy holds parts of the module itself.
     """
     held = (*module.parameters(), *module.buffers())
     if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta for each in held):
@@ -48,9 +48,9 @@ def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     try:
         copy = copied(module, made)
     except Exception as error:  # a module may refuse to be copied
-        raise CannotBeTried(f"its copy could not be tried: {type(error).__name__}: {error}") from error
+        raise LeftAlone(f"its copy could not be tried: {type(error).__name__}: {error}") from error
     if _parts(copy) & _parts(module):
-        raise CannotBeTried("a copy of it, to be tried, would share parts with it")
+        raise LeftAlone("a copy of it, to be tried, would share parts with it")
     noise = torch.rand(_NOISE, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu") - 0.5
     with torch.no_grad():
         for parameter in copy.parameters():
@@ -87,7 +87,7 @@ def once(require: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
         if likeness not in answers:
             try:
                 answers[likeness] = require(module)
-            except CannotBeTried as reason:
+            except LeftAlone as reason:
                 answers[likeness] = str(reason)
         return answers[likeness]
 
@@ -111,7 +111,7 @@ def _likeness(module: nn.Module) -> Any:
     for name, inner in module.named_modules():
         own = ((key, value) for key, value in inner.__dict__.items() if key not in OF_TORCH)
         attributes = ((key, value) for key, value in own if not key.startswith(OPTIONS))  # what patching adds
-        plain = ((key, value if isinstance(value, _PLAIN) else id(value)) for key, value in attributes)
+        plain = ((key, value if isinstance(value, PLAIN) else id(value)) for key, value in attributes)
         held = ((key, each, True) for key, each in inner._parameters.items())
         kept = ((key, each, False) for key, each in inner._buffers.items())
         tensors = ((key, None if each is None else _describe(each, trained)) for key, each, trained in (*held, *kept))

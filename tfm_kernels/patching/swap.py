@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -47,6 +48,7 @@ class Options:
 
 
 on_load: dict[str, Callable[[], None]] = {}  # recipe -> what a process that loads a pickled model has to do first
+_lock = threading.RLock()  # of fused_class, which has something done to the class while it derives from it
 _fused: dict[tuple[type, str], type] = {}
 _originals: dict[type, type] = {}
 _builders: dict[str, Callable[[type], type]] = {}  # recipe -> original class -> fused class
@@ -62,6 +64,11 @@ def declare(recipe: str, builder: Callable[[type], type]) -> None:
 
 def fused_class(original: type, recipe: str) -> type:
     """The class that ``recipe`` gives to modules of class ``original``: always the same object."""
+    with _lock:
+        return _fused_class(original, recipe)
+
+
+def _fused_class(original: type, recipe: str) -> type:
     if (original, recipe) not in _fused:
         with _unannounced(original):
             fused = _builders[recipe](original)
