@@ -92,7 +92,10 @@ def select(op: Op, call: Any, backend: str | None) -> str:
     measured = _measured_choice(op, call)
     if measured is not None:
         return measured
-    for name in op.prefer(call):
+    order = op.prefer(call)
+    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():  # which knows PyTorch's own operators alone
+        order = tuple(dict.fromkeys(("aten", *order)))
+    for name in order:
         if op.support[name](call) is None:
             return name
     raise BackendError(f"{op.name}: no backend can run this call:\n{_reasons(op, call)}")

@@ -26,6 +26,7 @@ def generate(
     ids: Tensor,
     max_new_tokens: int,
     *,
+    attention_mask: Tensor | None = None,
     bos_id: int | None = None,
     eos_id: int | Sequence[int] | None = None,
     num_beams: int = 1,
@@ -54,8 +55,11 @@ def generate(
             or not.
         ids: (B, T) int64 or int32. Rows may hold padding anywhere, which is taken out of prompts and hidden in
             sources: pad_id of our models' configurations, pad_token_id of transformers' ones; where that is None
-            nothing is padding.
+            nothing is padding, and where it also stops only what lies at the ends of a row (of a row of nothing else
+            the last one is a token).
         max_new_tokens: how many tokens to add at most, at least 1.
+        attention_mask: (B, T) bool or integers, as tokenizers give it: 0 where ``ids`` holds padding; None: the pad
+            token tells. Not for a ``TranslationTransformer``.
         bos_id: the token that targets begin with; only for encoder-decoder models, where transformers' configurations
             have a default, decoder_start_token_id.
         eos_id: the stop token, or several; None stops nowhere, for transformers' models at their configuration's.
@@ -90,12 +94,13 @@ def generate(
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_NAME}: model must be a module, got {type(model).__name__}")
     _check_ids(ids)
+    tokens, stops = _tokens(attention_mask, ids), _stops(eos_id)
     _arguments.size(_NAME, "max_new_tokens", max_new_tokens)
     _arguments.size(_NAME, "num_beams", num_beams)
     _check_search(num_beams, length_penalty, do_sample, temperature, top_k, top_p, use_cache)
     with evaluating(model):
-        task = task_of(model, ids, max_new_tokens, bos_id, use_cache)
-        stops = _stops(eos_id, task)
+        task = task_of(model, ids, tokens, max_new_tokens, bos_id, stops, use_cache)
+        stops = task.stops if stops is None else _below(stops, task.vocab)
         pad = task.pad_id if task.pad_id is not None else (stops[0] if stops else 0)
         decoder = task.decoder if task.pad_id is None or pad in stops else Unpadded(task.decoder, pad)
         scores = decoder.start(task.prompts, task.lengths)
@@ -153,17 +158,32 @@ def _joined(task: Task, new: Tensor, counts: Tensor, pad: int) -> Tensor:
     return joined[:, : int((task.lengths + counts).max())]
 
 
-def _stops(eos_id: Any, task: Task) -> list[int]:
+def _stops(eos_id: Any) -> list[int] | None:
     if eos_id is None:
-        return task.stops
+        return None
     given = [eos_id] if isinstance(eos_id, int) else eos_id
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
         raise TypeError(f"{_NAME}: eos_id must be an int, a sequence of ints or None, got {type(given).__name__}")
     for token in given:
         _arguments.size(_NAME, "eos_id", token, 0)
-        if token >= task.vocab:
-            raise ValueError(f"{_NAME}: eos_id must be below the vocabulary size {task.vocab}, got {token}")
     return sorted(set(given))
+
+
+def _below(stops: list[int], vocab: int) -> list[int]:
+    if stops and stops[-1] >= vocab:
+        raise ValueError(f"{_NAME}: eos_id must be below the vocabulary size {vocab}, got {stops[-1]}")
+    return stops
+
+
+def _tokens(attention_mask: Any, ids: Tensor) -> Tensor | None:
+    """(B, T) bool: what of ``ids`` is no padding."""
+    _check.tensor(_NAME, "attention_mask", attention_mask, optional=True)
+    if attention_mask is None:
+        return None
+    _check.shape(_NAME, "attention_mask", attention_mask, tuple(ids.shape), "ids", ids)
+    if attention_mask.is_floating_point() or attention_mask.is_complex():
+        raise TypeError(f"{_NAME}: attention_mask must be bool or of integers, got {_check.dtype_name(attention_mask)}")
+    return attention_mask.to(ids.device) != 0
 
 
 def _check_ids(ids: object) -> None:

@@ -61,8 +61,10 @@ def facts(model: Any) -> Facts:
     )
 
 
-def decoder(model: Any, known: Facts, size: int, source: Tensor | None, use_cache: bool) -> _Decoder | _ByLength:
-    """The decoder of one ``generate`` call."""
+def decoder(
+    model: Any, known: Facts, size: int, source: tuple[Tensor, Tensor | None] | None, use_cache: bool
+) -> _Decoder | _ByLength:
+    """The decoder of one ``generate`` call; of an encoder-decoder with its source, and which of that is no padding."""
     make = functools.partial(_Decoder, model, known, size, source, use_cache)
     return make() if known.encoder_decoder or _leaves_padding_out(model) else _ByLength(make)
 
@@ -77,7 +79,9 @@ def _leaves_padding_out(model: Any) -> bool:
 class _Decoder:
     """See ``decoder.Decoder``. Prompts of different lengths stand on the right, so that all rows end in one column."""
 
-    def __init__(self, model: Any, known: Facts, size: int, source: Tensor | None, use_cache: bool) -> None:
+    def __init__(
+        self, model: Any, known: Facts, size: int, source: tuple[Tensor, Tensor | None] | None, use_cache: bool
+    ) -> None:
         self.model = model
         self.keep: Tensor | None = None
         self.cache: Any = None
@@ -86,13 +90,16 @@ class _Decoder:
         named = inspect.signature(model.forward).parameters  # "past_key_values" until transformers 5.23
         keyword = next((name for name in ("cache", "past_key_values") if name in named), None)
         self.told: dict[str, Any] = {"use_cache": use_cache and keyword is not None}
+        if "logits_to_keep" in named and not known.encoder_decoder:  # those of a whole prompt would take gigabytes
+            self.told["logits_to_keep"] = 1
         if use_cache and keyword is not None:
             self.cache = self.told[keyword] = _cache(model, size, known.encoder_decoder)
         self.ids: Tensor | None = None
         if known.encoder_decoder:
             assert source is not None
-            keep = torch.ones_like(source) if known.pad_id is None else (source != known.pad_id).long()
-            self.told["encoder_outputs"] = model.get_encoder()(input_ids=source, attention_mask=keep)
+            ids, tokens = source
+            keep = torch.ones_like(ids) if tokens is None else tokens.long()
+            self.told["encoder_outputs"] = model.get_encoder()(input_ids=ids, attention_mask=keep)
             self.told["attention_mask"] = keep
 
     def start(self, ids: Tensor, lengths: Tensor | None) -> Tensor:

@@ -36,20 +36,30 @@ class Task:
     stops: list[int]
 
 
-def task_of(model: nn.Module, ids: Tensor, new: int, bos_id: int | None, use_cache: bool) -> Task:
-    """The task of one ``generate`` call; refuses what the model cannot do."""
+def task_of(
+    model: nn.Module, ids: Tensor, tokens: Tensor | None, new: int, bos_id: int | None, stops: list[int] | None,
+    use_cache: bool,
+) -> Task:  # fmt: skip
+    """The task of one ``generate`` call; refuses what the model cannot do.
+
+    ``tokens`` (B, T) bool: what of ``ids`` is no padding, None: the pad token tells. ``stops``: those that the caller
+    named, None for none.
+    """
     decoder: Decoder
     if isinstance(model, TranslationTransformer):
         _check_values(ids, model.config.source_vocab)
+        if tokens is not None:
+            raise ValueError(f"{_NAME}: attention_mask must be None for a TranslationTransformer, whose pad_id tells")
         prompts, lengths = _first_tokens(model, ids, bos_id, model.config.target_vocab), None
         vocab, source = model.config.target_vocab, ids
     elif isinstance(model, CausalLanguageModel):
         _check_values(ids, model.config.vocab)
         _no_bos(model, bos_id)
-        prompts, lengths = without_padding(ids.long(), model.config.pad_id)
+        tokens = no_padding(ids, model.config.pad_id, stops or []) if tokens is None else tokens
+        prompts, lengths = without_padding(ids.long(), tokens)
         vocab, source = model.config.vocab, None
     elif huggingface.is_model(model):
-        return _of_transformers(model, ids, new, bos_id, use_cache)
+        return _of_transformers(model, ids, tokens, new, bos_id, stops, use_cache)
     else:
         raise TypeError(
             f"{_NAME}: model must be a CausalLanguageModel, a TranslationTransformer or a transformers model that "
@@ -61,16 +71,21 @@ def task_of(model: nn.Module, ids: Tensor, new: int, bos_id: int | None, use_cac
     return Task(decoder, prompts, lengths, vocab, model.config.pad_id, [])
 
 
-def _of_transformers(model: nn.Module, ids: Tensor, new: int, bos_id: int | None, use_cache: bool) -> Task:
+def _of_transformers(
+    model: nn.Module, ids: Tensor, tokens: Tensor | None, new: int, bos_id: int | None, stops: list[int] | None,
+    use_cache: bool,
+) -> Task:  # fmt: skip
     facts = huggingface.facts(model)
     _check_values(ids, facts.vocab)
     lengths: Tensor | None = None
+    tokens = no_padding(ids, facts.pad_id, facts.stops + (stops or [])) if tokens is None else tokens
+    source = None
     if facts.encoder_decoder:
         first = facts.start_id if bos_id is None else bos_id
-        prompts, source = _first_tokens(model, ids, first, facts.vocab), ids
+        prompts, source = _first_tokens(model, ids, first, facts.vocab), (ids, tokens)
     else:
         _no_bos(model, bos_id)
-        (prompts, lengths), source = without_padding(ids.long(), facts.pad_id), None
+        prompts, lengths = without_padding(ids.long(), tokens)
     size = prompts.shape[1] + new - 1
     if facts.max_length is not None:
         _check_size(size, facts.max_length, "config.max_position_embeddings")
@@ -78,11 +93,26 @@ def _of_transformers(model: nn.Module, ids: Tensor, new: int, bos_id: int | None
     return Task(decoder, prompts, lengths, facts.vocab, facts.pad_id, facts.stops)
 
 
-def without_padding(ids: Tensor, pad_id: int | None) -> tuple[Tensor, Tensor | None]:
-    """(the tokens of each row, moved to the left; how many they are, None where all rows have equally many)."""
+def no_padding(ids: Tensor, pad_id: int | None, stops: list[int]) -> Tensor | None:
+    """(B, T) bool: what is a token rather than padding; None: everything.
+
+    Where the pad token also stops, as the end of each turn of a conversation does, it is padding at the ends of a row
+    alone, and a row of nothing else has it as its last.
+    """
     if pad_id is None:
-        return ids, None
+        return None
     keep = ids != pad_id
+    if pad_id in stops:
+        begun, to_come = keep.cumsum(1) > 0, keep.flip(1).cumsum(1).flip(1) > 0
+        keep = begun & to_come
+        keep[:, -1] |= ~keep.any(1)
+    return keep
+
+
+def without_padding(ids: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(the tokens of each row, moved to the left; how many they are, None where all rows have equally many)."""
+    if keep is None:
+        return ids, None
     lengths = keep.sum(1)
     longest, shortest = int(lengths.max()), int(lengths.min())
     if shortest == 0:
