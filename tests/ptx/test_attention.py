@@ -35,8 +35,14 @@ def kept_and_dropped(dtype, width, queries=97):
     return {"query": query, "key": key, "value": value, "mask": mask, "dropout_p": 0.5, "seed": torch.tensor(5)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize(
+    "widths, dtype",
+    [
+        *((widths, torch.bfloat16) for widths in WIDTHS),
+        *(pytest.param(w, torch.float32, marks=() if w == (256, 256) else pytest.mark.slow) for w in WIDTHS),
+    ],
+    ids=str,
+)
 def test_wide_heads(widths, dtype, backend):
     assert_wide_heads(widths, dtype, backend)
 
