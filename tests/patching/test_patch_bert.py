@@ -269,3 +269,31 @@ def test_traced_by_jit():
         wanted = model(others.flip(0), attention_mask=other)[0]
         live = other.bool()
         torch.testing.assert_close(traced(others.flip(0), other)[0][live], wanted[live])
+
+
+class Counting:
+    """A compiler that counts the calls of fused code and runs graphs as they are."""
+
+    def __init__(self):
+        self.fused = 0
+
+    def __call__(self, graph, example):
+        self.fused += sum("tfm_kernels" in str(node.target) for node in graph.graph.nodes)
+        return graph
+
+
+def test_what_once_collected_hidden_states_compiles_as_before():
+    """Transformers leaves its hooks where they are: a compiled graph asks whether they collect, too."""
+    model, (ids, mask) = bert(num_hidden_layers=1), batch()
+    stock = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    counted = []
+    with tfk.patch(model), torch.no_grad():
+        for more in ({}, {"output_hidden_states": True}, {}):
+            torch._dynamo.reset()
+            count = Counting()
+            found = torch.compile(model, fullgraph=True, backend=count)(ids, attention_mask=mask, **more)
+            counted.append(count.fused)
+            if more:
+                torch.testing.assert_close(found.hidden_states, stock)
+            model(ids, attention_mask=mask, output_hidden_states=True)
+    assert counted[0] == counted[2] > counted[1] > 0

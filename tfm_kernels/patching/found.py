@@ -133,11 +133,11 @@ class _Held:
         self.before = self._look()
 
     def written(self) -> str | None:
-        """The name of something that is no more as it was."""
+        """The name of something that is not as it was, or is no more."""
         after = self._look()
         if self.pictures:
             return next((name for name, now in after.items() if _rewritten(self.before.get(name), now)), None)
-        return next((name for name, now in after.items() if self.before.get(name) != now), None)
+        return next((name for name in {**after, **self.before} if self.before.get(name) != after.get(name)), None)
 
     def _look(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

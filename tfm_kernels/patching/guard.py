@@ -39,7 +39,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def _idle(hooks: Iterable[Any]) -> bool:
-    return not torch.compiler.is_compiling() and all(any(idle(hook) for idle in IDLE_HOOKS) for hook in hooks)
+    return all(any(idle(hook) for idle in IDLE_HOOKS) for hook in hooks)
 
 
 def hooked_everywhere() -> bool:

@@ -151,7 +151,7 @@ def is_idle_collector(hook: Any) -> bool:
 
     The first call with output_hidden_states or output_attentions leaves such hooks for good.
     """
-    return getattr(hook, "__qualname__", "").startswith("install_output_capuring_hook.") and not collecting()
+    return getattr(hook, "__name__", "") == "output_capturing_hook" and _collected() == ()
 
 
 guard.IDLE_HOOKS.append(is_idle_collector)
@@ -178,10 +178,18 @@ def why_not_own_attention(asked: Any, x: Tensor) -> str | None:
 
 
 def collecting() -> tuple[str, ...]:
-    """What transformers' hooks now collect, such as "hidden_states". A compiled graph cannot ask."""
-    if torch.compiler.is_compiling() or "transformers.utils.output_capturing" not in sys.modules:
+    """What transformers' hooks now collect, such as "hidden_states"; nothing where a compiled graph cannot ask."""
+    return _collected() or ()
+
+
+def _collected() -> tuple[str, ...] | None:
+    """As ``collecting``; None: it cannot be asked. A graph can where the model, which tells, is compiled as a whole."""
+    if "transformers.utils.output_capturing" not in sys.modules:
         return ()
-    active = sys.modules["transformers.utils.output_capturing"]._active_collector.get()
+    told = sys.modules["transformers.utils.output_capturing"]._active_collector
+    if torch.compiler.is_compiling() and not told.compiling:
+        return None
+    active = told.get()
     return () if active is None else tuple(active)
 
 
