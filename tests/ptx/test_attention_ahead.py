@@ -11,7 +11,7 @@ from tfm_kernels.triton import _attention_fwd_ahead, _launch, attention_fwd
 
 KERNEL = "attention_fwd_ahead_kernel"
 OTHERS = {"attention_fwd_kernel", "attention_fwd_few_kernel"}
-QUICK = 8
+QUICK = 4
 
 
 @pytest.fixture(autouse=True)

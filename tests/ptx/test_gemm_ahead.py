@@ -15,7 +15,7 @@ from tfm_kernels.triton import _ffn_fwd_ahead, _gemm, _gemm_ahead, _launch, ffn_
 PRODUCT = "gemm_ahead_kernel"
 OWN = {PRODUCT, "ffn_fwd_ahead_kernel", "ffn_bwd_ahead_kernel"}
 OTHERS = {"gemm_kernel", "ffn_fwd_kernel", "ffn_bwd_kernel"}
-QUICK = 6
+QUICK = 3
 
 
 @pytest.fixture(autouse=True)
