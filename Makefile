@@ -16,7 +16,7 @@ INSTALL := $(BIN)/pip install -q --no-compile  # Python compiles what it imports
 SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.cpp' 'tests/simt/*.cu' 'tests/simt/*.h' \
   'tests/ptx/*.cpp' 'tests/ptx/*.h')
 SANITIZED := build/sanitized
-# hundreds of processes import torch: 1.5 seconds where its bytecode is kept, 7 where each compiles it
+# hundreds of processes import torch: 3.5 seconds where its bytecode is kept, 8 where each compiles it
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: build triton lint test test-all rest ops patched simt aside ptx ptx-attention interpreted interpreted-attention \

@@ -5,7 +5,7 @@ import pytest
 from tests.ptx.chosen import NORMS, assert_every_level, assert_held, marked_cases
 
 FAMILIES = (NORMS, ("attention",), ("attention_varlen",), ("ffn",), ("linear_cross_entropy",), ("rotary",))
-# its sizes take a minute each where no others are, and are tried by tests/interpreter
+# the loss's largest cases, which alone have their sizes, take a minute each: `make test-all` compiles them
 OF_LOSS = ("dtype", "data", "layout", "bias", "ignored", "ignore_index", "label_smoothing", "reduction")
 OF_HOPPER = {ops: OF_LOSS if ops == ("linear_cross_entropy",) else None for ops in FAMILIES}
 HOPPER = [case for ops, factors in OF_HOPPER.items() for case in marked_cases(ops, factors)]
