@@ -146,6 +146,7 @@ CALLS = {
     "int8_ffn gated": ((x, *INT8, rand(48), *INT8, None), {"gate": INT8[0], "gate_scale": INT8[1]}),
     "int8_linear dynamic": ((x, torch.ones(5, 48, dtype=torch.int8), torch.ones(5), rand(5)), {"dynamic": True}),
     "ffn": ((x, rand(16, 48), None, rand(48, 16), None), {"gate": rand(16, 48), "activation": "silu"}),
+    "ffn gate's bias": ((x, rand(16, 48), rand(32), rand(48, 16), None), {"gate": rand(16, 48), "activation": "silu"}),
     "ffn training": ((rand(6, 8), rand(16, 8, grad=True), rand(16), rand(8, 16), rand(8)), {"dropout_p": 0.1}),
     "linear_cross_entropy": ((x, rand(16, 48), torch.arange(64) % 16), {"label_smoothing": 0.1}),
     "linear_cross_entropy training": (
@@ -179,6 +180,19 @@ def test_each_op_is_measured_by_calls_of_the_same_bucket(name):
     report = tfk.tune(op, {**dict(zip(entry_names(op), args, strict=False)), **kwargs})
     assert [row.call for row in report.rows] == [_backend.bucket(entry, call)[1]] and not report.alone
     assert set(report.rows[0].seconds) == {"aten", "cpu"}
+
+
+def test_a_gates_bias_is_measured_by_itself():
+    """GPU kernels that add none, or are not proven to, are not chosen by what calls without one took."""
+    assert (
+        len(
+            {
+                _backend.bucket(*described("ffn", *args, **kwargs))
+                for args, kwargs in (CALLS["ffn"], CALLS["ffn gate's bias"])
+            }
+        )
+        == 2
+    )
 
 
 def entry_names(op):
