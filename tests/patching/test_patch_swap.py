@@ -1,11 +1,13 @@
 """patch() changes classes and nothing else, and everything comes back: copies, pickles, twice, twice back."""
 
 import copy
+import importlib
 import inspect
 import io
 import pickle
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -167,6 +169,20 @@ def test_a_model_class_is_never_swapped():
     model = bert()
     with tfk.patch(model):
         assert type(model).__mro__[1].__name__ == "BertPreTrainedModel" and not swap.is_fused(model)
+
+
+def test_a_transformers_that_has_no_models_is_in_nobodys_way(monkeypatch):
+    """It imports its parts when they are asked for, and some fail: a torchvision of another torch is enough."""
+    broken = types.ModuleType("transformers")
+    broken.__getattr__ = lambda name: importlib.import_module(f"no_package_of_{name}")
+    monkeypatch.setitem(sys.modules, "transformers", broken)
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    with pytest.raises(ModuleNotFoundError):
+        broken.PreTrainedModel  # noqa: B018
+    model = tfk.models.CausalLanguageModel(tfk.models.CausalLanguageConfig(17, d_model=16, nhead=2, num_layers=1))
+    with tfk.patch(nn.Sequential(model, encoder())) as report:
+        assert report.replaced
+        assert tfk.generate(model, torch.ones(1, 2, dtype=torch.int64), 3).shape[1] > 2
 
 
 def test_compiled_models_can_be_patched_and_given_back():

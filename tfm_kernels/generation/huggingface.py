@@ -34,7 +34,7 @@ class Facts:
 
 def is_model(model: nn.Module) -> bool:
     """Whether the model is one of transformers'."""
-    library = sys.modules.get("transformers")
+    library = sys.modules.get("transformers.modeling_utils")  # `import transformers` alone imports none, or cannot
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 

@@ -237,7 +237,7 @@ def _own_mask(name: str, attention_mask: Any, query: Tensor, key: Tensor) -> Any
 
 def is_model(module: nn.Module) -> bool:
     """Whether the module is a transformers model, found without importing transformers."""
-    library = sys.modules.get("transformers")
+    library = sys.modules.get("transformers.modeling_utils")  # `import transformers` alone imports none, or cannot
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
