@@ -51,3 +51,24 @@ def test_a_file_of_any_sizes(make, tmp_path):
     found = torch.from_numpy(session.run(None, named)[0])
     torch.testing.assert_close(found[~padding], model(x, padding)[~padding])
     assert torch.equal(model(x, padding), before(x, padding))
+
+
+class Unbiased(nn.Module):
+    """A norm that PyTorch has no function for, and attention whose weights nobody reads but that are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = tfk.nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        return tfk.ops.layer_norm(self.attention(x, x, x)[0], unbiased=True)
+
+
+def test_calls_that_aten_cannot_do_are_written_out(tmp_path):
+    torch.manual_seed(0)
+    model, x, path = Unbiased().eval(), torch.randn(2, 5, 16), tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
+    assert {node.domain for node in onnx.load(path).graph.node} == {""}
+    session = onnxruntime.InferenceSession(path)
+    found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    torch.testing.assert_close(found, model(x))

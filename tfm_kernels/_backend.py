@@ -94,7 +94,7 @@ def select(op: Op, call: Any, backend: str | None) -> str:
         return measured
     order = op.prefer(call)
     if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():  # which knows PyTorch's own operators alone
-        order = tuple(dict.fromkeys(("aten", *order)))
+        order = tuple(dict.fromkeys(("aten", "reference", *order)))
     for name in order:
         if op.support[name](call) is None:
             return name

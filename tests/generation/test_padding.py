@@ -72,6 +72,28 @@ def test_our_models_take_a_mask():
     assert torch.equal(found, tfk.generate(model, ids.masked_fill(mask == 0, 0), NEW))  # as the pad token has it
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 8, dtype=torch.bool)], ids=["by token", "by mask"])
+def test_our_models_hide_their_pad_token_wherever_it_stands(mask):
+    """Its own forward does, so that a cache must not see it either; also where it stops."""
+    model, ids = own(), TURNS.masked_fill(TURNS == END, 0)
+    expected = tfk.generate(model, ids, NEW, attention_mask=mask, eos_id=0, use_cache=False)
+    assert torch.equal(tfk.generate(model, ids, NEW, attention_mask=mask, eos_id=0), expected)
+    assert expected[0, 6] == model(ids)[0, -1].argmax()
+    with pytest.raises(ValueError, match="got nothing but padding in row 1"):
+        tfk.generate(model, torch.tensor([[3, 4], [0, 0]]), NEW, eos_id=0)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_numbers_of_a_configuration_that_name_nothing(beams):
+    """Padding of -1 is the last token's index, a stop beyond the vocabulary nothing's, and -1 positions no limit."""
+    model, ids = gpt2(), TURNS[:1]
+    model.lm_head = torch.nn.Linear(32, V)
+    model.lm_head.bias.data[V - 1] = 1e3
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = -1, [50256, -1]
+    model.config.max_position_embeddings = -1
+    assert tfk.generate(model, ids, NEW, num_beams=beams).tolist() == [ids[0].tolist() + [V - 1] * NEW]
+
+
 def test_a_source_takes_a_mask():
     hf = transformers()
     torch.manual_seed(0)

@@ -56,10 +56,10 @@ def generate(
         ids: (B, T) int64 or int32. Rows may hold padding anywhere, which is taken out of prompts and hidden in
             sources: pad_id of our models' configurations, pad_token_id of transformers' ones; where that is None
             nothing is padding, and where it also stops only what lies at the ends of a row (of a row of nothing else
-            the last one is a token).
+            the last one is a token; our models take none for one).
         max_new_tokens: how many tokens to add at most, at least 1.
         attention_mask: (B, T) bool or integers, as tokenizers give it: 0 where ``ids`` holds padding; None: the pad
-            token tells. Not for a ``TranslationTransformer``.
+            token tells, as it always does in our models. Not for a ``TranslationTransformer``.
         bos_id: the token that targets begin with; only for encoder-decoder models, where transformers' configurations
             have a default, decoder_start_token_id.
         eos_id: the stop token, or several; None stops nowhere, for transformers' models at their configuration's.

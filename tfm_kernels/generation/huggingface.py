@@ -50,14 +50,17 @@ def facts(model: Any) -> Facts:
         found = getattr(told, name, None)
         return getattr(config, name, None) if found is None else found
 
+    vocab = model.get_output_embeddings().weight.shape[0]
+    known = lambda found: [found] if isinstance(found, int) and 0 <= found < vocab else []  # -1 and the like are none
     stops = getattr(config if told is None else told, "eos_token_id", None)  # None where it was taken away
+    longest = getattr(config, "max_position_embeddings", None)
     return Facts(
         encoder_decoder=bool(config.is_encoder_decoder),
-        vocab=model.get_output_embeddings().weight.shape[0],
-        pad_id=token("pad_token_id"),
+        vocab=vocab,
+        pad_id=next(iter(known(token("pad_token_id"))), None),
         start_id=token("decoder_start_token_id"),
-        stops=[] if stops is None else sorted(stops) if isinstance(stops, (list, tuple)) else [stops],
-        max_length=getattr(config, "max_position_embeddings", None),
+        stops=sorted(sum(map(known, stops if isinstance(stops, (list, tuple)) else [stops]), [])),
+        max_length=longest if longest is None or longest > 0 else None,
     )
 
 

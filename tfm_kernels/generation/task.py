@@ -55,8 +55,8 @@ def task_of(
     elif isinstance(model, CausalLanguageModel):
         _check_values(ids, model.config.vocab)
         _no_bos(model, bos_id)
-        tokens = no_padding(ids, model.config.pad_id, stops or []) if tokens is None else tokens
-        prompts, lengths = without_padding(ids.long(), tokens)
+        shown = no_padding(ids, model.config.pad_id, [])  # the model itself hides every other, wherever it stands
+        prompts, lengths = without_padding(ids.long(), shown if tokens is None else shown & tokens)
         vocab, source = model.config.vocab, None
     elif huggingface.is_model(model):
         return _of_transformers(model, ids, tokens, new, bos_id, stops, use_cache)

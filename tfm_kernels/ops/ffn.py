@@ -142,7 +142,7 @@ def ffn(
         x: (..., E), float16 | bfloat16 | float32 | float64. Any strides.
         w1: (F, E), dtype of ``x``, as in nn.Linear.
         b1: (F,), or None for no bias. With a gate also (2F,), b1 and b_g one behind the other, as a layer has it that
-            computes both products at once; the kernels of GPUs have no such bias.
+            computes both products at once; on a GPU automatic choice leaves such calls to PyTorch.
         w2: (Eo, F); Eo is E in a Transformer, any other width is allowed.
         b2: (Eo,), or None for no bias.
         activation: "relu" | "gelu" (by erf) | "gelu_tanh" | "silu".
