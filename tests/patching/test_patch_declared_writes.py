@@ -1,7 +1,10 @@
 """Declared classes whose forward writes what its module holds: they are left alone, and the report says what it is."""
 
 import copy
+import functools
+import logging
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,6 +88,53 @@ class InAnObject(FeedForward):
         self.counter.calls += 1
 
 
+class Deep(InAnObject):
+    def __init__(self):
+        super().__init__()
+        self.counter.of = {"ffn": {"norms": []}}
+
+    def keep(self, h):
+        self.counter.of["ffn"]["norms"].append(1)
+
+
+class Slots:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+
+class InSlots(InAnObject):
+    def __init__(self):
+        super().__init__()
+        self.counter = Slots()
+
+
+class InAnArray(FeedForward):
+    def __init__(self):
+        super().__init__()
+        self.seen = np.zeros(1)
+
+    def keep(self, h):
+        self.seen += 1
+
+
+class OnALayer(FeedForward):
+    def __init__(self):
+        super().__init__()
+        self.a.register_buffer("largest", torch.zeros(()))
+
+    def keep(self, h):
+        self.a.largest.copy_(torch.maximum(self.a.largest, h.detach().abs().max()))
+
+
+class Rolls(FeedForward):
+    """Rows change places, which leaves their sum."""
+
+    def keep(self, h):
+        self.b.weight.data.copy_(self.b.weight.data.roll(1, 0))
+
+
 class TakesAway(FeedForward):
     def keep(self, h):
         self.__dict__.pop("losses", None)
@@ -114,7 +164,8 @@ def left(cls, x, what):
     "cls, what",
     [
         (Clamps, "a.weight"), (Normalises, "a.weight"), (InDict, "kept"), (InList, "losses"), (Twice, "h"),
-        (ByData, "mean"), (WithGradients, "mean"), (InAnObject, "counter"), (TakesAway, "losses"),
+        (ByData, "mean"), (WithGradients, "mean"), (InAnObject, "counter"), (TakesAway, "losses"), (Deep, "counter"),
+        (InSlots, "counter"), (InAnArray, "seen"), (OnALayer, "a.largest"), (Rolls, "b.weight"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )  # fmt: skip
@@ -145,6 +196,48 @@ def test_values_that_are_written_as_they_were():
 
     tfk.patching.declare_feed_forward(Plain, first="a", second="b", activation="gelu")
     assert [entry.note for entry in tfk.patch(Plain()).replaced][:1] == ["feed-forward"]
+
+
+class Logs(FeedForward):
+    """A logger keeps which levels it writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = logging.getLogger(f"{__name__}.{id(self)}")
+
+    def keep(self, h):
+        self.log.debug("%s", h.shape)
+
+
+class Enters(FeedForward):
+    def __init__(self):
+        super().__init__()
+        self.context = torch.no_grad()
+
+    def keep(self, h):
+        with self.context:
+            h.mean()
+
+
+class ComputesOnce(FeedForward):
+    """And holds a number that is not equal to itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.width, self.device, self.best = None, None, float("nan")
+
+    @functools.cached_property
+    def half(self):
+        return self.a.in_features // 2
+
+    def keep(self, h):
+        self.width, self.device = self.width or 2 * self.half, h.device
+
+
+@pytest.mark.parametrize("cls", [Logs, Enters, ComputesOnce])
+def test_what_is_done_once_is_no_reason(cls):
+    tfk.patching.declare_feed_forward(cls, first="a", second="b", activation="gelu")
+    assert tfk.patch(cls()).replaced[0].note == "feed-forward"
 
 
 class Attention(nn.Module):
@@ -185,9 +278,20 @@ def test_attention(cls, what):
     assert torch.equal(model.entropy, stock.entropy) and torch.equal(model.q.weight, stock.q.weight)
 
 
-def test_attention_may_keep_pictures_and_tables():
-    tfk.patching.declare_attention(Pictures, query="q", key="k", value="v", out="o", heads=4)
-    assert tfk.patch(Pictures()).replaced[0].note == "fused attention"
+class FillsATable(Attention):
+    def __init__(self):
+        super().__init__()
+        self.entropy.fill_(-1.0)
+
+    def keep(self, weights):
+        if self.entropy < 0:
+            self.entropy.fill_(2.0)
+
+
+@pytest.mark.parametrize("cls", [Pictures, FillsATable])
+def test_attention_may_keep_pictures_and_tables(cls):
+    tfk.patching.declare_attention(cls, query="q", key="k", value="v", out="o", heads=4)
+    assert tfk.patch(cls()).replaced[0].note == "fused attention"
 
 
 class Norm(nn.Module):
@@ -245,7 +349,26 @@ def test_masks_of_every_head_and_of_inference_mode():
     stock = copy.deepcopy(model)
     with torch.inference_mode():
         mask = torch.randn(2, 4, 5, 5)
-    assert tfk.patch(model, backend="cpu").replaced[0].note == "fused attention"
+    report = tfk.patch(model, backend="cpu")
+    assert report.replaced[0].note == "fused attention"
     for each in (stock, model):
         each(x, mask).square().sum().backward()
     torch.testing.assert_close(model.q.weight.grad, stock.q.weight.grad)
+    assert not report.fallbacks
+
+
+class FirstHead(EveryHead):
+    """Reads the first head's mask for all, which is right where it is the only one."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x, None if mask is None else mask[:, :1].expand(-1, 4, *x.shape[1:2] * 2))
+
+
+def test_masks_that_differ_by_head_are_the_forwards_where_it_reads_one():
+    tfk.patching.declare_attention(FirstHead, query="q", key="k", value="v", out="o", heads=4, mask="add")
+    model, x, masks = FirstHead(), torch.randn(2, 5, WIDTH), torch.randn(2, 4, 5, 5)
+    stock = copy.deepcopy(model)
+    report = tfk.patch(model)
+    for number, mask in enumerate((masks[:, :1], masks)):
+        torch.testing.assert_close(model(x, mask), stock(x, mask))
+        assert len(report.fallbacks) == number

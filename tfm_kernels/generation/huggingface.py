@@ -46,12 +46,14 @@ def facts(model: Any) -> Facts:
             f"{_NAME}: model must give scores of next tokens, as GPT2LMHeadModel does, got {type(model).__name__}"
         )
 
+    def known(found: Any) -> list[int]:  # -1 and the like are none
+        return [found] if isinstance(found, int) and 0 <= found < vocab else []
+
     def token(name: str) -> Any:
         found = getattr(told, name, None)
         return getattr(config, name, None) if found is None else found
 
     vocab = model.get_output_embeddings().weight.shape[0]
-    known = lambda found: [found] if isinstance(found, int) and 0 <= found < vocab else []  # -1 and the like are none
     stops = getattr(config if told is None else told, "eos_token_id", None)  # None where it was taken away
     longest = getattr(config, "max_position_embeddings", None)
     return Facts(

@@ -55,8 +55,10 @@ def task_of(
     elif isinstance(model, CausalLanguageModel):
         _check_values(ids, model.config.vocab)
         _no_bos(model, bos_id)
-        shown = no_padding(ids, model.config.pad_id, [])  # the model itself hides every other, wherever it stands
-        prompts, lengths = without_padding(ids.long(), shown if tokens is None else shown & tokens)
+        shown = no_padding(ids, model.config.pad_id, [])  # the model itself hides it wherever it stands
+        if shown is not None and tokens is not None:
+            shown = shown & tokens
+        prompts, lengths = without_padding(ids.long(), tokens if shown is None else shown)
         vocab, source = model.config.vocab, None
     elif huggingface.is_model(model):
         return _of_transformers(model, ids, tokens, new, bos_id, stops, use_cache)

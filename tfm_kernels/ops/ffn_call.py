@@ -115,8 +115,8 @@ def bucket(call: Call) -> tuple[str, str]:
     """The device, and what a measured time depends on."""
     return call.device, _measured.bucket(
         call.dtype, rows=_measured.rounded(call.rows), width=call.width, hidden=call.hidden, out=call.out,
-        activation=call.activation, gated="biased" if call.gate_biased else call.gated, dropout=call.dropout_p > 0.0, training=call.training,
-        turned=call.turned,
+        activation=call.activation, gated="biased" if call.gate_biased else call.gated, dropout=call.dropout_p > 0.0,
+        training=call.training, turned=call.turned,
     )  # fmt: skip
 
 

@@ -7,8 +7,10 @@ can be made of. A forward that refuses all rows keeps its module as it is.
 from __future__ import annotations
 
 import contextlib
+import copy as copying
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch import Tensor, nn
 from . import guard
 from .declaration import calling, number, probability
 from .declared_attention import AXES, MASKS, DeclaredAttention
-from .found import Found, require_gradients, require_pure
+from .effects import require_pure
+from .found import Found, form, require_gradients
 from .specimen import attempt, differ, fresh, require_dropouts, require_unwritten, specimen, untried
 
 _OP = "declare_attention"
@@ -50,7 +53,9 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
         )
     of = functools.partial(_Trial, cls, copy, layers, declared)
     trial = of(_LENGTH)
-    require_pure(copy, lambda: trial.run_once(declared), called, pictures=True)  # which are lost, as is said
+    run = lambda: trial.run_once(declared)  # noqa: E731
+    again = lambda: [each.louder().run_once(declared) for each in (trial, of(_LENGTH - 1))]  # noqa: E731
+    require_pure(copy, run, [again], called, pictures=True)  # which are lost, as is said
     alone = trial.require(declared, [None], _ALONE) is not None
     found = Found()
     right = None if declared.arguments[3] is None else trial.require_masks(declared, alone, found)
@@ -130,7 +135,13 @@ class _Trial:
         self.call = given.values(), fresh(given.values())
         return calling(self.cls, *given)(self.copy, *self.call[1])
 
-    def run_once(self, declared: DeclaredAttention) -> None:
+    def louder(self) -> _Trial:
+        """The same with other numbers."""
+        other = copying.copy(self)
+        other.named = {name: 1.5 * rows for name, rows in self.named.items()}
+        return other
+
+    def run_once(self, declared: DeclaredAttention) -> Any:
         """Runs the forward with and without a mask, where it does."""
         masks = [] if self.last is None else [each[0] for each in self.masks(declared)]
         for mask in (None, *masks):
@@ -173,28 +184,29 @@ class _Trial:
     def require_masks(self, declared: DeclaredAttention, alone: bool, found: Found) -> Any:
         """Raises where the forward does not read masks as declared, in every dtype; one that it takes.
 
-        Those of a number of axes in which it does not are left to it, where another is right. None, where it does not
-        run ``alone``: nor with any.
+        Those of a form in which it does not are left to it, where another is right. None, where it does not run
+        ``alone``: nor with any.
         """
-        right: dict[int, Tensor] = {}
+        right: dict[tuple[int, bool], Tensor] = {}
         wrong, failed = set(), None
         wanted = self.masks(declared)
         for place, masks in enumerate((*wanted, *self._of_other_shapes(declared))):
             try:
                 taken = self.require(declared, masks, _MASKED)
             except ValueError as error:
-                wrong.add(masks[0].dim())
+                wrong.add(form(masks[0]))
                 failed = failed or (error.with_traceback(None) if place < len(wanted) else None)
             else:
-                right |= {} if taken is None else {taken[0].dim(): right.get(taken[0].dim(), taken[0])}
-        right = {axes: mask for axes, mask in right.items() if axes not in wrong}
-        first = next((right[masks[0].dim()] for masks in wanted if masks[0].dim() in right), None)
+                right |= {} if taken is None else {form(taken[0]): right.get(form(taken[0]), taken[0])}
+        right = {each: mask for each, mask in right.items() if each not in wrong}
+        named = (right[form(masks[0])] for masks in wanted if form(masks[0]) in right)
+        first = next(itertools.chain(named, right.values()), None)
         if first is None:
             if failed is not None:
                 raise failed
             self._raise_untaken(declared, alone)
             return None
-        found.axes = frozenset(right)
+        found.masks = frozenset(right)
         return first
 
     def _raise_untaken(self, declared: DeclaredAttention, alone: bool) -> None:
@@ -259,7 +271,8 @@ class _Trial:
         (of_keys,) = self.masks(dataclasses.replace(declared, mask_axis="keys"))
         padding = [mask[:, None, None] for mask in of_keys]
         if declared.mask_axis is None:
-            exact = [mask.expand(-1, self.heads, -1, -1) for mask in of_four]
+            (of_heads,) = self.masks(dataclasses.replace(declared, mask_axis="heads"))
+            exact = [mask[None].expand(_ROWS, -1, -1, -1) for mask in of_heads]
             return [padding, [mask[None] for mask in of_two], exact]
         if declared.mask_axis == "keys":
             return [of_four, padding]

@@ -17,7 +17,8 @@ from ..nn.ffn import ACTIVATIONS
 from . import guard
 from .declaration import calling, dropped, parameters, probability
 from .declared_norm import DeclaredNorm
-from .found import Found, require_gradients, require_pure
+from .effects import others_than, require_pure
+from .found import Found, require_gradients
 from .specimen import attempt, differ, fresh, require_dropouts, result, specimen, tried
 
 _WIDE = (torch.float32, torch.float64)
@@ -57,7 +58,7 @@ def _require_norm(
     forward = functools.partial(_forward_of_one(cls), copy)
 
     def require(x: Tensor) -> str | None:
-        require_pure(copy, lambda: forward(x.clone()))
+        require_pure(copy, lambda: forward(x.clone()), [functools.partial(forward, other) for other in others_than(x)])
         got, refused = result(op, cls, copy, forward, x)
         if got is None:
             return refused
@@ -108,9 +109,9 @@ def require_post_norm(
     x, other = drawn.unbind()
     layer: Any = (lambda t: 0.5 * t.roll(1, -1) + other) if sublayer is None else called[1]
     others = [] if sublayer is None else [None] * (_required(cls) - 1)  # a mask or two that the sublayer takes as well
-    calls: tuple[Callable[[], tuple[Any, ...]], ...] = (lambda: (x, *others),)
+    calls: tuple[Callable[[Tensor], tuple[Any, ...]], ...] = (lambda t: (t, *others),)
     if sublayer is None:
-        calls = (lambda: (x, layer), lambda: (x, layer(x)))
+        calls = (lambda t: (t, layer), lambda t: (t, layer(t)))
     written = lambda: inner(x + dropped(copy, dropout, layer(x, *others)))  # noqa: E731
     if sublayer is not None:
         given, refused = attempt(copy, lambda: layer(x, *others))
@@ -118,10 +119,11 @@ def require_post_norm(
             return f"its {sublayer} gives a {type(given).__name__}, not a tensor"
     reason = None
     for call in calls:
-        forward = lambda call=call: cls.forward(copy, *fresh(call()))  # noqa: E731
-        require_pure(copy, forward, called)
+        run = lambda t, call=call: cls.forward(copy, *fresh(call(t)))  # noqa: E731
+        forward = functools.partial(run, x)
+        require_pure(copy, forward, [functools.partial(run, 1.5 * x)], called)
         wanted = tried(copy, written)
-        got, reason = result(op, cls, copy, functools.partial(cls.forward, copy), *call())
+        got, reason = result(op, cls, copy, functools.partial(cls.forward, copy), *call(x))
         if got is None:
             continue
         if differ(got, wanted):
@@ -187,7 +189,8 @@ def require_feed_forward(
 
     def require(x: Tensor) -> str | None:
         run, declared = lambda: forward(x.clone()), lambda: written(x)
-        require_pure(copy, run, [layer for layer in layers if layer is not None])
+        others = [functools.partial(forward, other) for other in others_than(x)]
+        require_pure(copy, run, others, [] if norm is None else [norm])
         got, refused = result(op, cls, copy, forward, x)
         if got is None:
             return refused

@@ -187,7 +187,7 @@ def _collected() -> tuple[str, ...] | None:
     if "transformers.utils.output_capturing" not in sys.modules:
         return ()
     told = sys.modules["transformers.utils.output_capturing"]._active_collector
-    if torch.compiler.is_compiling() and not told.compiling:
+    if torch.compiler.is_compiling() and not getattr(told, "compiling", False):  # transformers' own, which may change
         return None
     active = told.get()
     return () if active is None else tuple(active)
