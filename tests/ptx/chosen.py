@@ -24,6 +24,14 @@ def marked_cases(ops, factors=None):
     return [pytest.param(case, id=case.id, marks=() if case.id in quick else pytest.mark.slow) for case in cases]
 
 
+def quick_where(takes, count, parameters):
+    """These parameters; quick are the first ones whose cases ``takes`` is true of: what a kernel is there for."""
+    taken = [parameter.id for parameter in parameters if takes(parameter.values[0])][:count]
+    assert len(taken) == count
+    marks = {parameter.id: () if parameter.id in taken else pytest.mark.slow for parameter in parameters}
+    return [pytest.param(*parameter.values, id=parameter.id, marks=marks[parameter.id]) for parameter in parameters]
+
+
 def assert_every_level(marked, at_most, factors=None):
     """The quick ones are few and have every level of every factor that any has, or of these."""
     quick = [parameter.values[0] for parameter in marked if not parameter.marks]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.cases import report_case
-from tests.ptx.chosen import marked_cases
-from tests.ptx.test_attention_ahead import drawn, fitting, keep_matrix
+from tests.ptx.chosen import marked_cases, quick_where
+from tests.ptx.test_attention_ahead import drawn, fitting, keep_matrix, taken
 from tests.ptx.test_traffic import assert_banks_are_free, assert_little_is_lost, heads, traffic
 from tfm_kernels import Mask, ops
 from tfm_kernels.testing import assert_contract, invariance
@@ -16,11 +16,10 @@ from tfm_kernels.triton._attention_bwd_ahead_tile import RING
 
 KERNELS = {"attention_bwd_ahead_keys_kernel", "attention_bwd_ahead_queries_kernel"}
 OTHERS = {"attention_bwd_keys_kernel", "attention_bwd_queries_kernel"}
-QUICK = 3
 CASES = [
-    pytest.param(p.values[0], id=p.id, marks=() if number < QUICK else pytest.mark.slow)
+    parameter
     for ops_of in (("attention",), ("attention_varlen",))
-    for number, p in enumerate(filter(fitting, marked_cases(ops_of)))
+    for parameter in quick_where(taken, 2, list(filter(fitting, marked_cases(ops_of))))
 ]
 
 
@@ -40,6 +39,7 @@ def test_contract(case, gpu):
     empty = any(isinstance(level, tuple) and 0 in level for level in case.levels.values())
     launched = (KERNELS | OTHERS) & set(gpu.launches)
     assert launched in (KERNELS, OTHERS) or empty or case.levels.get("segments") in ("no_keys", "none")
+    assert not taken(case) or launched == KERNELS
 
 
 def masks(queries, keys):
