@@ -121,6 +121,7 @@ def test_scores_are_of_the_last_token_alone():
     [
         (torch.ones(2, 3), ValueError, r"attention_mask must have shape \(2, 8\) to match ids \(2, 8\), got \(2, 3\)"),
         (torch.ones(2, 8), TypeError, "attention_mask must be bool or of integers, got float32"),
+        (-torch.ones(2, 8).long(), ValueError, "attention_mask must be 0 where padding is, else 1, got -1"),
         ([[1]], TypeError, "attention_mask must be a tensor or None, got list"),
         (torch.zeros(2, 8).long(), ValueError, "ids must have a token in every row, got nothing but padding in row 0"),
     ],

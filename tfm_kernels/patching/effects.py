@@ -6,6 +6,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -109,7 +110,8 @@ class _Held:
         if isinstance(value, Tensor):
             parts = _bits(value)
         elif self.left > 0 and depth > 0:
-            parts = [tuple(self._state(each, depth - 1) for each in part) for part in _parts(value)]
+            with suppress(Exception):  # a container of somebody else's may want anything
+                parts = [tuple(self._state(each, depth - 1) for each in part) for part in _parts(value)]
         return (id(value) if not isinstance(value, tuple) else tuple), parts
 
 
