@@ -58,7 +58,8 @@ class Swapped(nn.Module):
 def test_the_second_half_of_a_packed_gate_may_be_activated():
     names = dict(first="w12", second="w3", gate="w12", activation="gelu")
     tfk.patching.declare_feed_forward(Swapped, **names)
-    with pytest.raises(ValueError, match=r"must give w3\(gelu\(a\) \* b, a and b = .*got other .*, activated the half"):
+    wanted = "got other numbers: those of activation='gelu' and activated='second'$"
+    with pytest.raises(ValueError, match=rf"must give w3\(gelu\(a\) \* b, a and b = .*{wanted}"):
         tfk.patch(Swapped())
     tfk.patching.declare_feed_forward(Swapped, **names, activated="second")
     torch.manual_seed(0)
@@ -76,3 +77,28 @@ def test_the_second_half_of_a_packed_gate_may_be_activated():
     for given in ({"gate": "w3"}, {"gate": None}):
         with pytest.raises(ValueError, match="activated must be 'first' where gate is not first, 'w12', got 'second'"):
             tfk.patching.declare_feed_forward(Swapped, **{**names, **given}, activated="second")
+
+
+class OfTwo(nn.Module):
+    """Of two layers that give a gate its factors, the second in the order of its attributes is activated."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(x) * F.gelu(self.gate(x), approximate="tanh"))
+
+
+@pytest.mark.parametrize(
+    "names, hint",
+    [
+        ({"first": "gate", "gate": "up"}, "those of activation='gelu_tanh'"),
+        ({"first": "up", "gate": "gate"}, "those of activation='gelu_tanh', first='gate' and gate='up'"),
+        ({"first": "up"}, "activation names one of relu, gelu, gelu_tanh, silu"),
+    ],
+)
+def test_what_is_right_is_said(names, hint):
+    tfk.patching.declare_feed_forward(OfTwo, **names, second="down", activation="silu")
+    with pytest.raises(ValueError, match=f"got other numbers: {hint}$"):
+        tfk.patch(OfTwo())

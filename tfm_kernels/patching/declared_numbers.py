@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -172,12 +173,13 @@ def require_feed_forward(
     def rows_by(layer: Any, rows: Tensor) -> Tensor:
         return layer(rows.mT).mT if isinstance(layer, nn.Conv1d) else layer(rows)
 
-    def written(x: Tensor) -> Tensor:
+    def written(x: Tensor, activation: str = activation, swapped: bool = swapped) -> Tensor:
         x = x if norm is None else norm(x)
-        halves = rows_by(first, x).chunk(2 if gate is first else 1, dim=-1)
-        hidden = ACTIVATIONS[activation](halves[-1 if swapped else 0])
-        if gate is not None:
-            hidden = hidden * (halves[0 if swapped else 1] if gate is first else rows_by(gate, x))
+        factors = rows_by(first, x).chunk(2 if gate is first else 1, dim=-1)
+        factors += () if gate is None or gate is first else (rows_by(gate, x),)
+        activated, *others = factors[:: -1 if swapped else 1]
+        hidden = ACTIVATIONS[activation](activated)
+        hidden = hidden * others[0] if others else hidden
         hidden = nn.functional.dropout(hidden, probability(copy, drops[0]))
         return dropped(copy, drops[1], rows_by(second, hidden))
 
@@ -186,6 +188,16 @@ def require_feed_forward(
         return got.mT if channels_first and isinstance(got, Tensor) else got
 
     inside = [inner for layer in layers if layer is not None for inner in layer.modules()]
+
+    def hint(x: Tensor, got: Tensor) -> str:
+        for name, turned in itertools.product(ACTIVATIONS, (False, True) if gate is not None else (False,)):
+            other, wrong = attempt(copy, lambda name=name, turned=turned: written(x, name, swapped != turned))  # type: ignore[misc]
+            if wrong is None and not differ(got, other):
+                halves = f" and activated={'first' if swapped else 'second'!r}"
+                layers = f", first={names[2]!r} and gate={names[0]!r}"
+                return f"those of activation={name!r}" + (halves if gate is first else layers) * turned
+        halves = ", activated the half" if gate is first else ""
+        return f"activation names one of {', '.join(ACTIVATIONS)}{halves}"
 
     def require(x: Tensor) -> str | None:
         run, declared = lambda: forward(x.clone()), lambda: written(x)
@@ -201,10 +213,8 @@ def require_feed_forward(
                 product = f"a * {activation}(b)" if swapped else f"{activation}(a) * b"
                 inner = f"{product}, a and b = {names[0]}(x).chunk(2, -1)"
             numbers = "other numbers" if wrong is None else f"shapes that give none ({wrong})"
-            halves = ", activated the half" if gate is first else ""
             raise ValueError(
-                f"{op}: {cls.__name__}.forward must give {names[1]}({inner}), got {numbers}: activation names one of "
-                f"{', '.join(ACTIVATIONS)}{halves}"
+                f"{op}: {cls.__name__}.forward must give {names[1]}({inner}), got {numbers}: {hint(x, got)}"
             )
         if x.dtype in _WIDE:
             require_gradients(op, cls, copy, [x], (run, declared))
