@@ -1,5 +1,6 @@
 """What of a prompt is padding: by the pad token, by attention_mask, and where the pad token also stops."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,6 +93,18 @@ def test_numbers_of_a_configuration_that_name_nothing(beams):
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = -1, [50256, -1]
     model.config.max_position_embeddings = -1
     assert tfk.generate(model, ids, NEW, num_beams=beams).tolist() == [ids[0].tolist() + [V - 1] * NEW]
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor, lambda number: [np.int64(number)]])
+def test_integers_of_other_kinds(kind):
+    """Of configurations, and of masks."""
+    model, ids = gpt2(), TURNS[:1, :4]
+    whole = torch.ones_like(ids)
+    stop = int(tfk.generate(model, ids, 2, attention_mask=whole, eos_id=[])[0, -1])
+    expected = tfk.generate(model, ids, NEW, attention_mask=whole, eos_id=stop)
+    assert expected.shape[1] < 4 + NEW
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = kind(stop), np.int64(END)
+    assert torch.equal(tfk.generate(model, ids, NEW, attention_mask=whole.to(torch.uint16)), expected)
 
 
 def test_a_source_takes_a_mask():

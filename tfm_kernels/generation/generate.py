@@ -183,7 +183,7 @@ def _tokens(attention_mask: Any, ids: Tensor) -> Tensor | None:
     _check.shape(_NAME, "attention_mask", attention_mask, tuple(ids.shape), "ids", ids)
     if attention_mask.is_floating_point() or attention_mask.is_complex():
         raise TypeError(f"{_NAME}: attention_mask must be bool or of integers, got {_check.dtype_name(attention_mask)}")
-    if attention_mask.dtype != torch.bool and bool((attention_mask < 0).any()):
+    if attention_mask.dtype.is_signed and bool((attention_mask < 0).any()):
         raise ValueError(f"{_NAME}: attention_mask must be 0 where padding is, else 1, got {int(attention_mask.min())}")
     return attention_mask.to(ids.device) != 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ def facts(model: Any) -> Facts:
         )
 
     def known(found: Any) -> list[int]:  # -1 and the like are none
-        return [found] if isinstance(found, int) and 0 <= found < vocab else []
+        number = -1 if found is None else operator.index(found)
+        return [number] if 0 <= number < vocab else []
 
     def token(name: str) -> Any:
         found = getattr(told, name, None)
@@ -55,13 +57,14 @@ def facts(model: Any) -> Facts:
 
     vocab = model.get_output_embeddings().weight.shape[0]
     stops = getattr(config if told is None else told, "eos_token_id", None)  # None where it was taken away
+    stops = stops.flatten() if isinstance(stops, Tensor) else stops if isinstance(stops, (list, tuple)) else [stops]
     longest = getattr(config, "max_position_embeddings", None)
     return Facts(
         encoder_decoder=bool(config.is_encoder_decoder),
         vocab=vocab,
         pad_id=next(iter(known(token("pad_token_id"))), None),
         start_id=token("decoder_start_token_id"),
-        stops=sorted(sum(map(known, stops if isinstance(stops, (list, tuple)) else [stops]), [])),
+        stops=sorted(sum(map(known, stops), [])),
         max_length=longest if longest is None or longest > 0 else None,
     )
 

@@ -7,7 +7,6 @@ can be made of. A forward that refuses all rows keeps its module as it is.
 from __future__ import annotations
 
 import contextlib
-import copy as copying
 import dataclasses
 import functools
 import itertools
@@ -53,9 +52,7 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
         )
     of = functools.partial(_Trial, cls, copy, layers, declared)
     trial = of(_LENGTH)
-    run = lambda: trial.run_once(declared)  # noqa: E731
-    again = lambda: [each.louder().run_once(declared) for each in (trial, of(_LENGTH - 1))]  # noqa: E731
-    require_pure(copy, run, [again], called, pictures=True)  # which are lost, as is said
+    require_pure(copy, [lambda: trial.run_once(declared)], called, pictures=True)  # which are lost, as is said
     alone = trial.require(declared, [None], _ALONE) is not None
     found = Found()
     right = None if declared.arguments[3] is None else trial.require_masks(declared, alone, found)
@@ -135,13 +132,7 @@ class _Trial:
         self.call = given.values(), fresh(given.values())
         return calling(self.cls, *given)(self.copy, *self.call[1])
 
-    def louder(self) -> _Trial:
-        """The same with other numbers."""
-        other = copying.copy(self)
-        other.named = {name: 1.5 * rows for name, rows in self.named.items()}
-        return other
-
-    def run_once(self, declared: DeclaredAttention) -> Any:
+    def run_once(self, declared: DeclaredAttention) -> None:
         """Runs the forward with and without a mask, where it does."""
         masks = [] if self.last is None else [each[0] for each in self.masks(declared)]
         for mask in (None, *masks):
@@ -270,14 +261,14 @@ class _Trial:
         of_four, of_two = self.masks(dataclasses.replace(declared, mask_axis=None))
         (of_keys,) = self.masks(dataclasses.replace(declared, mask_axis="keys"))
         padding = [mask[:, None, None] for mask in of_keys]
+        (of_heads,) = self.masks(dataclasses.replace(declared, mask_axis="heads"))
+        exact = [mask[None].expand(_ROWS, -1, -1, -1) for mask in of_heads]
         if declared.mask_axis is None:
-            (of_heads,) = self.masks(dataclasses.replace(declared, mask_axis="heads"))
-            exact = [mask[None].expand(_ROWS, -1, -1, -1) for mask in of_heads]
             return [padding, [mask[None] for mask in of_two], exact]
         if declared.mask_axis == "keys":
-            return [of_four, padding]
+            return [of_four, padding, exact]
         rows = [mask[:, None] for mask in of_keys] if declared.mask_axis == "batch" else []
-        return [each for each in (rows, of_four, padding, of_two) if each]
+        return [each for each in (rows, of_four, padding, of_two, exact) if each]
 
     def like(self, declared: DeclaredAttention, mask: Any) -> Any:
         """A mask of this trial's length and dtype, of the shape and kind of another's."""

@@ -18,13 +18,14 @@ from ..nn.ffn import ACTIVATIONS
 from . import guard
 from .declaration import calling, dropped, parameters, probability
 from .declared_norm import DeclaredNorm
-from .effects import others_than, require_pure
+from .effects import require_pure
 from .found import Found, require_gradients
 from .specimen import attempt, differ, fresh, require_dropouts, result, specimen, tried
 
 _WIDE = (torch.float32, torch.float64)
 _WIDTH = 16  # of rows for norms without parameters
 _SQUARE = 1024  # the longest rows of which there are as many as they are long
+_LOUD = 64.0  # rows this much as large show what keeps the largest number that it has seen
 _LEAST = 1e-7  # what is added to a root and smaller is not looked at: some take the larger of both instead
 
 
@@ -59,7 +60,7 @@ def _require_norm(
     forward = functools.partial(_forward_of_one(cls), copy)
 
     def require(x: Tensor) -> str | None:
-        require_pure(copy, lambda: forward(x.clone()), [functools.partial(forward, other) for other in others_than(x)])
+        require_pure(copy, [lambda: forward(x.clone()), lambda: forward(_LOUD * x)])
         got, refused = result(op, cls, copy, forward, x)
         if got is None:
             return refused
@@ -122,7 +123,7 @@ def require_post_norm(
     for call in calls:
         run = lambda t, call=call: cls.forward(copy, *fresh(call(t)))  # noqa: E731
         forward = functools.partial(run, x)
-        require_pure(copy, forward, [functools.partial(run, 1.5 * x)], called)
+        require_pure(copy, [forward, functools.partial(run, _LOUD * x)], called)
         wanted = tried(copy, written)
         got, reason = result(op, cls, copy, functools.partial(cls.forward, copy), *call(x))
         if got is None:
@@ -201,8 +202,7 @@ def require_feed_forward(
 
     def require(x: Tensor) -> str | None:
         run, declared = lambda: forward(x.clone()), lambda: written(x)
-        others = [functools.partial(forward, other) for other in others_than(x)]
-        require_pure(copy, run, others, [] if norm is None else [norm])
+        require_pure(copy, [run, lambda: forward(_LOUD * x)], [] if norm is None else [norm])
         got, refused = result(op, cls, copy, forward, x)
         if got is None:
             return refused

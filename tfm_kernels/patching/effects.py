@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections import deque
@@ -14,34 +15,30 @@ from torch import Tensor, nn
 
 from .specimen import OF_TORCH, PLAIN, LeftAlone, attempt
 
-_DEEP, _MANY = 8, 2000  # containers in one another, and things that one attribute holds, which are looked at
+_DEEP, _MANY = 8, 20_000  # containers in one another, and things that one attribute holds, which are looked at
 _BUCKETS = 1021  # sums that a tensor is known by: prime, so that no shift by rows keeps them all
 _VALUES = (*PLAIN, complex, bytes, torch.device, torch.dtype)
+# of whose objects (loggers, contexts, locks, configurations) nobody reads what they note for themselves
+_NOTES = frozenset({"logging", "torch", "contextlib", "threading", "_thread", "omegaconf"})
 
 
 def require_pure(
     copy: nn.Module,
-    run: Callable[[], Any],
-    others: Sequence[Callable[[], Any]],
+    runs: Sequence[Callable[[], Any]],
     called: Iterable[nn.Module] = (),
     *,
     pictures: bool = False,
 ) -> None:
     """Sees that runs, in training and in evaluation, keep nothing in the module and draw by torch alone.
 
-    Parameters are to be as they were before the first ``run``. All else may be made by it, as a table or a logger's
-    level is, and is then to stay through the first of the ``others`` that does not fail, which has other numbers, and
-    fewer. What the children that are ``called`` keep is theirs, but for their parameters. With ``pictures`` attributes
-    may be written, and buffers that grow.
+    What the children that are ``called`` keep is theirs, but for their parameters. With ``pictures`` attributes may be
+    written, and buffers that grow.
 
     Raises:
         LeftAlone: it does.
     """
-    apart = {inner for child in called for inner in child.modules()}
-    parameters = {name for name, _ in copy.named_parameters(remove_duplicate=False)}
+    held = _Held(copy, {inner for child in called for inner in child.modules()}, pictures)
     moved: list[bool] = []
-    held = _Held(copy, apart, pictures)
-    begun = held.look()
 
     def watched(run: Callable[[], Any]) -> None:
         before = _generators()
@@ -51,22 +48,13 @@ def require_pure(
 
     for training in (True, False):
         copy.train(training)
-        attempt(copy, lambda: watched(run))
-        before = {**begun, **{name: state for name, state in held.look().items() if name not in parameters}}
-        for other in others:
-            if attempt(copy, lambda other=other: watched(other))[1] is None:  # type: ignore[misc]
-                break
+        for run in runs:
+            attempt(copy, functools.partial(watched, run))
         if any(moved):
             raise LeftAlone("its forward draws numbers of another generator than torch's")
-        written = held.written_since(before)
+        written = held.written()
         if written is not None:
             raise LeftAlone(f"its forward writes {written}, which the fused one does not")
-
-
-def others_than(x: Tensor) -> list[Tensor]:
-    """Rows that are not those of a run, and fewer, for what it keeps of them to differ; and as many."""
-    louder = 1.5 * x
-    return [louder[..., 1:, :], louder] if x.dim() > 1 and x.shape[-2] > 1 else [louder]
 
 
 class _Held:
@@ -75,44 +63,57 @@ class _Held:
     def __init__(self, module: nn.Module, apart: set[nn.Module], pictures: bool) -> None:
         self.module, self.apart, self.pictures = module, apart, pictures
         self.alive: list[Any] = []  # whatever has been seen, lest another get its id
-        self.left = 0  # of what one attribute holds, still to be looked at
+        self.seen: set[int] = set()  # in the attribute that is being looked at
+        self.before = self._look()
 
-    def written_since(self, before: dict[str, Any]) -> str | None:
+    def written(self) -> str | None:
         """The name of something that is not as it was, or is no more."""
-        after = self.look()
+        after = self._look()
         if self.pictures:
-            return next((name for name, now in after.items() if _rewritten(before.get(name), now)), None)
-        return next((name for name in {**after, **before} if before.get(name) != after.get(name)), None)
+            return next((name for name, now in after.items() if _rewritten(self.before.get(name), now)), None)
+        return next((name for name in {**after, **self.before} if self.before.get(name) != after.get(name)), None)
 
-    def look(self) -> dict[str, Any]:
+    def _look(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, inner in self.module.named_modules():
             prefix = f"{name}." if name else ""
             held = dict(inner._parameters)
             if inner not in self.apart:
                 held |= inner._buffers
-                own = {} if self.pictures else inner.__dict__
+                own = {} if self.pictures else _own(inner)
                 found |= {prefix + key: self._known_by(each) for key, each in own.items() if key not in OF_TORCH}
             found |= {prefix + key: self._known_by(each) for key, each in held.items() if each is not None}
         return found
 
     def _known_by(self, value: Any) -> Any:
-        self.left = _MANY
+        self.seen = set()
         return self._state(value, _DEEP)
 
     def _state(self, value: Any, depth: int) -> Any:
         """Equal for what has not been written."""
         if isinstance(value, _VALUES):
-            return value if value == value else "nan"  # noqa: PLR0124
+            with suppress(Exception):  # somebody else's number or text may want anything
+                return value if type(value) in _VALUES and value == value else repr(value)  # noqa: PLR0124  (nan)
         self.alive.append(value)
-        self.left -= 1
-        parts: Any = None
+        known = tuple if type(value) is tuple else id(value)
+        if id(value) in self.seen or len(self.seen) > _MANY or depth == 0:
+            return known
+        self.seen.add(id(value))
         if isinstance(value, Tensor):
-            parts = _bits(value)
-        elif self.left > 0 and depth > 0:
-            with suppress(Exception):  # a container of somebody else's may want anything
-                parts = [tuple(self._state(each, depth - 1) for each in part) for part in _parts(value)]
-        return (id(value) if not isinstance(value, tuple) else tuple), parts
+            return known, _bits(value)
+        with suppress(Exception):  # and a container too
+            return known, [tuple(self._state(each, depth - 1) for each in part) for part in _parts(value)]
+        return known
+
+
+def _own(value: Any) -> dict[str, Any]:
+    """An object's attributes, but for those that are computed once from the others, and a module's mode."""
+
+    def skipped(key: str) -> bool:
+        once = isinstance(getattr(type(value), key, None), functools.cached_property)
+        return once or (key == "training" and isinstance(value, nn.Module))
+
+    return {key: each for key, each in getattr(value, "__dict__", {}).items() if not skipped(key)}
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, ...]]:
@@ -122,13 +123,16 @@ def _parts(value: Any) -> Iterator[tuple[Any, ...]]:
     elif isinstance(value, (list, tuple, set, deque)):
         yield from [(each,) for each in value]
     elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
-        yield (value.tobytes(),)
-    elif type(value).__module__ != "builtins" and not isinstance(value, type):
-        yield from list(getattr(value, "__dict__", {}).items())
-        for base in type(value).__mro__:
-            slots = base.__dict__.get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
-                yield (slot, getattr(value, slot, None))
+        yield (hash(value.tobytes()),)
+    package = type(value).__module__.partition(".")[0]
+    if package == "builtins" or isinstance(value, type) or (package in _NOTES and not isinstance(value, nn.Module)):
+        return
+    yield from _own(value).items()
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            yield (slot, getattr(value, f"_{base.__name__.lstrip('_')}{slot}" if private else slot, None))
 
 
 def _bits(tensor: Tensor) -> Any:

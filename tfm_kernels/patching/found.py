@@ -50,7 +50,7 @@ class Found:
 
 def form(mask: Tensor) -> tuple[int, bool]:
     """How many axes a mask has, and whether it has one for each head."""
-    return mask.dim(), mask.dim() == 4 and mask.shape[1] > 1
+    return mask.dim(), bool(mask.dim() == 4 and mask.shape[1] > 1)  # a number that is not known yet has no hash
 
 
 def _differ_in_dtype(copy: nn.Module, runs: Iterable[Callable[[], Any]], autocast: torch.dtype | None) -> bool:
