@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,8 +189,8 @@ class _Trial:
             else:
                 right |= {} if taken is None else {form(taken[0]): right.get(form(taken[0]), taken[0])}
         right = {each: mask for each, mask in right.items() if each not in wrong}
-        named = (right[form(masks[0])] for masks in wanted if form(masks[0]) in right)
-        first = next(itertools.chain(named, right.values()), None)
+        axes = [masks[0].dim() for masks in wanted]
+        first = next((right[of] for axis in axes for of in sorted(right) if of[0] == axis), None)
         if first is None:
             if failed is not None:
                 raise failed
