@@ -22,7 +22,7 @@ ALLOWED = {
     "mask": set(),
     "dropout": set(),
     "_autocast": set(),
-    "_backend": {"_measured"},
+    "_backend": {"_library", "_measured"},
     "_measured": {"_version"},
     "_durable": set(),
     "_version": set(),

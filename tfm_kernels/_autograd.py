@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ._library import NAMESPACE, cpu_extension, library, plain_calls
+from ._library import NAMESPACE, cpu_extension, exporting, library, plain_calls
 
 _ARGUMENT, _OUTPUT, _GRADIENT, _NEED = range(4)  # csrc/apply.cpp has the same
 
@@ -176,7 +176,7 @@ def differentiate(
             outputs = cpu_extension.apply(plans[backend], *arguments)  # type: ignore[union-attr]
             if outputs is not NotImplemented:
                 return outputs
-        if torch.compiler.is_exporting():  # a strict export keeps of the Function what it does without gradients
+        if exporting():  # a strict export keeps of the Function what it does without gradients
             return forward[backend](*arguments)
         if torch.is_grad_enabled():
             for argument in arguments:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _measured
+from . import _library, _measured
 
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
 # what explain() adds of kernels that automatic choice takes on such a GPU alone
@@ -93,7 +93,7 @@ def select(op: Op, call: Any, backend: str | None) -> str:
     if measured is not None:
         return measured
     order = op.prefer(call)
-    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():  # which knows PyTorch's own operators alone
+    if _library.exporting() and torch.onnx.is_in_onnx_export():  # which knows PyTorch's own operators alone
         order = tuple(dict.fromkeys(("aten", "reference", *order)))
     for name in order:
         if op.support[name](call) is None:
@@ -147,7 +147,7 @@ def cpu_first(device: str, faster: bool = True) -> tuple[str, ...]:
 
     Exported programs take PyTorch's own functions, which run where this package is not.
     """
-    if faster and device == "cpu" and not torch.compiler.is_exporting():
+    if faster and device == "cpu" and not _library.exporting():
         return ("cpu", "aten", "reference")
     return ("aten", "reference")
 
@@ -173,7 +173,7 @@ def on_gpu(*fastest: str, compiled: bool = False) -> tuple[str, ...]:
     functions, which come first in its graphs unless the kernels are to be taken ``compiled``; exported programs hold
     nothing else.
     """
-    if not proven_gpu() or torch.compiler.is_exporting():
+    if not proven_gpu() or _library.exporting():
         return ("aten", "reference")
     first = fastest if compiled or not torch.compiler.is_compiling() else ()
     return tuple(dict.fromkeys((*first, "aten", "triton", "reference")))

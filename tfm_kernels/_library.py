@@ -198,6 +198,16 @@ def differentiates_twice() -> bool:
     return sum(level.key() == torch._C._functorch.TransformType.Grad for level in stack or ()) > 1
 
 
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+
+    def exporting() -> bool:
+        """Whether torch.export is under way; torch 2.11's is_exporting() says so of every graph that it compiles."""
+        return torch.compiler._is_exporting_flag
+
+else:
+    exporting = torch.compiler.is_exporting
+
+
 def certain(condition: Any) -> bool:
     """Whether a condition on sizes holds. Of dynamic sizes compiled code says so only where no guard is needed for it.
 

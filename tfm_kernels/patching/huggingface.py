@@ -46,8 +46,8 @@ def register() -> None:
     """Makes transformers know our attention and mask functions. Without the mask padding would be ignored silently."""
     if _registered:
         return
-    from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 
     for backend in (None, *BACKENDS):
         AttentionInterface.register(implementation(backend), _attention_on(backend))
@@ -207,7 +207,7 @@ def _is_cross_attention_of_t5(module: nn.Module) -> bool:
 
 
 def _stock(module, query, key, value, attention_mask, dropout, scaling, position_bias, kwargs) -> Any:
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface
 
     if position_bias is not None:
         kwargs = {**kwargs, "position_bias": position_bias}

@@ -63,7 +63,8 @@ def mask(
     **kwargs: Any,
 ) -> Any:
     """The mask of one forward, as transformers asks for it: a Mask, None for no mask, or a dense bool tensor."""
-    from transformers import masking_utils
+    # of the file, as torch 2.11 traces no import from transformers itself, which is lazy
+    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
     if isinstance(attention_mask, Mask):
         return attention_mask
@@ -77,7 +78,7 @@ def mask(
         and isinstance(q_offset, int)
         and not kwargs.get("use_vmap", False)
     )
-    if plain and mask_function is masking_utils.bidirectional_mask_function:
+    if plain and mask_function is bidirectional_mask_function:
         if kwargs.get("allow_is_bidirectional_skip", False) and kv_offset == 0 and local is None:
             if attention_mask is None or attention_mask.shape[1] >= kv_length:
                 keep = _keep(attention_mask, kv_length, 0, kv_length)
@@ -88,7 +89,7 @@ def mask(
         shape = (batch_size, 1, q_length, kv_length)
         told = None if torch.compiler.is_compiling() else asked
         return Prepared(*_band(q_length, kv_length, offset, local), keep_matrix=keep, shape=shape, asked=told)
-    return masking_utils.sdpa_mask(**asked)
+    return sdpa_mask(**asked)
 
 
 def _is_causal(mask_function: Any, local: int | None, config: Any) -> bool:
@@ -97,10 +98,10 @@ def _is_causal(mask_function: Any, local: int | None, config: Any) -> bool:
     A window's function is made for each call and says nothing; that it may be left out tells that nothing was added to
     it, and only a window and chunks have a local size.
     """
-    from transformers import masking_utils
+    from transformers.masking_utils import causal_mask_function
 
     if local is None:
-        return mask_function is masking_utils.causal_mask_function
+        return mask_function is causal_mask_function
     return local == getattr(config, "sliding_window", None) and getattr(config, "attention_chunk_size", None) is None
 
 
