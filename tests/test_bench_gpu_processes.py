@@ -128,9 +128,9 @@ def test_heavy_items_run_one_after_another(tmp_path):
 @pytest.mark.parametrize("before, after", [(4, 2), (2, 3), (3, 1)])
 def test_resumed_by_another_number_of_processes(tmp_path, processors, before, after):
     log, keys = tmp_path / "log", [*"abcdefghijkl"]
-    items = [noted(log, key, 0.12) for key in keys]
+    items = [noted(log, key, 0.4) for key in keys]
     processors(before)
-    code, files = run(tmp_path, shared(items, processes=12), words=["--minutes", "0.004"])
+    code, files = run(tmp_path, shared(items, processes=12), words=["--minutes", "0.013"])  # a busy machine needs some
     done = len(states(files))
     assert code == 75 and 1 <= done < 12 and "complete" not in files["contract"]
     assert begun(log) == sorted(states(files)), "what was begun in time came to its end"
@@ -146,7 +146,7 @@ def test_an_op_is_complete_when_no_process_has_items_of_it(tmp_path, monkeypatch
     log = tmp_path / "log"
     items = [noted(log, key, stem="layer_norm") for key in "abc"] + [noted(log, key, stem="ffn") for key in "de"]
     items += [noted(log, "f", 60.0, stem="ffn")]
-    code, files = run(tmp_path, shared(items), words=["--minutes", "0.01"])
+    code, files = run(tmp_path, shared(items), words=["--minutes", "0.03"])
     assert code == 75 and sorted(states(files)) == [*"abcde"]
     assert files["contract"]["complete"] == sorted({*STEMS} - {"ffn"})
 
@@ -182,8 +182,8 @@ def test_a_process_that_cannot_list_its_items(tmp_path, capsys):
 
 def test_time_over(tmp_path):
     """No item begins behind the deadline, and what ended is in the file, by whichever process."""
-    items = [noted(tmp_path / "log", str(n), 0.1) for n in range(30)]
-    code, files = run(tmp_path, shared(items), words=["--minutes", "0.005"])
+    items = [noted(tmp_path / "log", str(n), 0.3) for n in range(30)]
+    code, files = run(tmp_path, shared(items), words=["--minutes", "0.015"])
     assert code == 75 and 1 <= len(states(files)) < 30 and begun(tmp_path / "log") == sorted(states(files))
     assert "complete" not in files["contract"]
 
