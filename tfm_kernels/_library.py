@@ -198,7 +198,7 @@ def differentiates_twice() -> bool:
     return sum(level.key() == torch._C._functorch.TransformType.Grad for level in stack or ()) > 1
 
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
 
     def exporting() -> bool:
         """Whether torch.export is under way; torch 2.11's is_exporting() says so of every graph that it compiles."""
