@@ -28,8 +28,7 @@ def quick_where(takes, count, parameters):
     """These parameters; quick are the first ones whose cases ``takes`` is true of: what a kernel is there for."""
     taken = [parameter.id for parameter in parameters if takes(parameter.values[0])][:count]
     assert len(taken) == count
-    marks = {parameter.id: () if parameter.id in taken else pytest.mark.slow for parameter in parameters}
-    return [pytest.param(*parameter.values, id=parameter.id, marks=marks[parameter.id]) for parameter in parameters]
+    return [pytest.param(*p.values, id=p.id, marks=() if p.id in taken else pytest.mark.slow) for p in parameters]
 
 
 def assert_every_level(marked, at_most, factors=None):

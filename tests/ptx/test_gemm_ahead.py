@@ -38,7 +38,7 @@ def taken(case):
 # quick: of one row, and one of many with a gate
 FITTING = sorted(
     filter(fitting, marked_cases(("ffn",))),
-    key=lambda p: p.values[0].levels["rows"] == (300,) and str(p.values[0].levels["gate"]) == "False",
+    key=lambda p: p.values[0].levels["rows"] == (300,) and not p.values[0].levels["gate"],
 )
 CASES = quick_where(taken, 2, FITTING)
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,9 @@ def facts(model: Any) -> Facts:
             f"{_NAME}: model must give scores of next tokens, as GPT2LMHeadModel does, got {type(model).__name__}"
         )
 
-    def known(found: Any) -> list[int]:  # -1 and the like are none
-        number = -1 if found is None else operator.index(found)
-        return [number] if 0 <= number < vocab else []
+    def known(found: Iterable[Any]) -> list[int]:  # -1 and the like are none
+        numbers = (operator.index(each) for each in found if each is not None)
+        return [number for number in numbers if 0 <= number < vocab]
 
     def token(name: str) -> Any:
         found = getattr(told, name, None)
@@ -62,9 +62,9 @@ def facts(model: Any) -> Facts:
     return Facts(
         encoder_decoder=bool(config.is_encoder_decoder),
         vocab=vocab,
-        pad_id=next(iter(known(token("pad_token_id"))), None),
+        pad_id=next(iter(known([token("pad_token_id")])), None),
         start_id=token("decoder_start_token_id"),
-        stops=sorted(sum(map(known, stops), [])),
+        stops=sorted(known(stops)),
         max_length=longest if longest is None or longest > 0 else None,
     )
 

@@ -194,11 +194,11 @@ def require_feed_forward(
         for name, turned in itertools.product(ACTIVATIONS, (False, True) if gate is not None else (False,)):
             other, wrong = attempt(copy, lambda name=name, turned=turned: written(x, name, swapped != turned))  # type: ignore[misc]
             if wrong is None and not differ(got, other):
-                halves = f" and activated={'first' if swapped else 'second'!r}"
-                layers = f", first={names[2]!r} and gate={names[0]!r}"
-                return f"those of activation={name!r}" + (halves if gate is first else layers) * turned
-        halves = ", activated the half" if gate is first else ""
-        return f"activation names one of {', '.join(ACTIVATIONS)}{halves}"
+                order = f", first={names[2]!r} and gate={names[0]!r}"
+                if gate is first:
+                    order = f" and activated={'first' if swapped else 'second'!r}"
+                return f"those of activation={name!r}{order if turned else ''}"
+        return f"activation names one of {', '.join(ACTIVATIONS)}{', activated the half' if gate is first else ''}"
 
     def require(x: Tensor) -> str | None:
         run, declared = lambda: forward(x.clone()), lambda: written(x)
