@@ -175,3 +175,23 @@ def test_it_works_where_nothing_is_built(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "the C++ extension was not built" in done.stdout and "Run first: pip install" in done.stdout
     assert str(tmp_path) in done.stdout and not done.stderr
+
+
+def test_a_checkout_hides_the_installed_package(built, monkeypatch, tmp_path):
+    (tmp_path / "tfm_kernels").mkdir()
+    (tmp_path / "tfm_kernels" / "_C.so").touch()
+
+    class Installed:
+        def locate_file(self, name):
+            return tmp_path / name
+
+    class Source:  # what pip leaves beside the source
+        def locate_file(self, name):
+            return ROOT / name
+
+    monkeypatch.setattr(diagnosis.metadata, "distributions", lambda name: [Source(), Installed()])
+    assert "hides" not in tfk.doctor(), "here there are kernels too"
+    built(None, missing="the C++ extension was not built; run x")
+    said = tfk.doctor()
+    assert f"this folder's source hides the installed package in {tmp_path / 'tfm_kernels'}" in said
+    assert said.endswith("Run first: cd /")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tfm_kernels import _backend, _measured, interleaved, tuning
+from tfm_kernels import _backend, _library, _measured, interleaved, tuning
 
 pytestmark = pytest.mark.usefixtures("quick_tuning")
 
@@ -252,6 +252,23 @@ def test_kernels_that_no_gpu_has_proven_are_no_rivals():
     with FakeTensorMode():
         entry, call = described("layer_norm", torch.empty(4, 8, device="cuda"))
         assert tuning._rivals(entry, call) == ["aten"]
+
+
+def test_kernels_that_this_gpu_has_proven_are_rivals(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(_backend, "_proven", True)
+    for name in ("unreachable", "missing"):
+        monkeypatch.setattr(_library, name, lambda *where: None if "cpu" not in where else "not here")
+    with FakeTensorMode():
+        x, w = torch.empty(4, 8, device="cuda"), torch.empty(8, 8, device="cuda")
+        entry, call = described("layer_norm", x)
+        assert tuning._rivals(entry, call) == ["aten", "triton", "cuda"]
+        gate = {"gate": w, "activation": "silu"}
+        entry, call = described("ffn", x, w, None, w, None, **gate)
+        assert tuning._rivals(entry, call) == ["aten", "triton", "cuda"]
+        entry, call = described("ffn", x, w, torch.empty(16, device="cuda"), w, None, **gate)
+        assert tuning._rivals(entry, call) == ["aten"], "no GPU has proven a gate with a bias"
 
 
 REFUSED = {

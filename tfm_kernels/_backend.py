@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -16,7 +16,8 @@ from . import _library, _measured
 
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
 # what explain() adds of kernels that automatic choice takes on such a GPU alone
-PROVEN = dict.fromkeys(("triton", "cuda"), "proven on an H200 (9.0); on other GPUs name it explicitly")
+_PROVEN = "proven on an H200 (9.0); on other GPUs name it explicitly"
+_OF_GPUS = ("triton", "cuda")
 
 _proven: bool | None = None  # what proven_gpu() has found
 _told: Callable[[Op, Any], None] | None = None  # set by telling_choices()
@@ -53,7 +54,7 @@ class Op:
         describe: checks the public function's arguments and returns the ``call`` that all others read.
         bucket: function(call) -> its device type, and the words (``_measured.bucket``) of the calls that take as long.
         stand_in: function(call) -> how to run one like it, for its time.
-        remarks: backend -> what explain() adds where the backend can run the call, or a function(call) that says it.
+        unproven: function(backend of GPUs, call) -> one sentence on what no GPU has proven of the call, or None.
     """
 
     name: str
@@ -62,12 +63,15 @@ class Op:
     describe: Callable[..., Any]
     bucket: Callable[[Any], tuple[str, str]]
     stand_in: Callable[[Any], StandIn]
-    remarks: Mapping[str, str | Callable[[Any], str]] = field(default_factory=dict)
+    unproven: Callable[[str, Any], str | None] = lambda backend, call: None
 
     def remark(self, backend: str, call: Any) -> str | None:
         """What explain() adds of a backend that can run the call."""
-        remark = self.remarks.get(backend)
-        return remark(call) if callable(remark) else remark
+        return (self.unproven(backend, call) or _PROVEN) if backend in _OF_GPUS else None
+
+    def proven(self, backend: str, call: Any) -> bool:
+        """Whether the backend may be chosen unnamed: a kernel for GPUs, where this one is of a kind that proved it."""
+        return backend not in _OF_GPUS or (proven_gpu() and self.unproven(backend, call) is None)
 
 
 OPS: dict[str, Op] = {}

@@ -80,7 +80,11 @@ def _title() -> str:
 def _cpu_kernels() -> Finding:
     extension = _library.cpu_extension
     if extension is None:
-        return Finding("CPU kernels", "fault", _why_not_built(_library.cpu_missing), rebuild_command())
+        reason, hidden = _library.cpu_missing, _hidden_by_source()
+        if "not built" in reason and hidden is not None:
+            text = f"this folder's source hides the installed package in {hidden}: run from another folder"
+            return Finding("CPU kernels", "fault", text, "cd /")
+        return Finding("CPU kernels", "fault", _why_not_built(reason), rebuild_command())
     info = extension.build_info()
     text = (
         f"built for torch {info['torch']} with compiler {info['compiler']}, instruction sets {info['instruction_sets']}"
@@ -106,6 +110,12 @@ def _why_not_built(reason: str) -> str:
     elif "not built" in reason:
         text += ". A plain `pip install .` builds in a place without torch and leaves the kernels out"
     return text
+
+
+def _hidden_by_source() -> Path | None:
+    """Where pip has put a package with kernels, before which Python finds a checkout in the working directory."""
+    found = (Path(str(each.locate_file("tfm_kernels"))) for each in metadata.distributions(name="tfm_kernels"))
+    return next((place for place in found if place.resolve() != PACKAGE and any(place.glob("_C*"))), None)
 
 
 def _cuda_kernels() -> Finding:

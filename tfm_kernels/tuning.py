@@ -183,8 +183,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _rivals(op: _backend.Op, call: Any) -> list[str]:
-    """Who may be chosen: not the reference, and no kernel that has yet to be proven."""
-    names = [name for name in op.support if name != "reference" and name not in op.remarks]
+    """Who may be chosen: not the reference, and no kernel that this kind of GPU has yet to prove."""
+    names = [name for name in op.support if name != "reference" and op.proven(name, call)]
     return [name for name in names if op.support[name](call) is None]
 
 

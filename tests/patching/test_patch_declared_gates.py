@@ -95,7 +95,10 @@ class OfTwo(nn.Module):
     [
         ({"first": "gate", "gate": "up"}, "those of activation='gelu_tanh'"),
         ({"first": "up", "gate": "gate"}, "those of activation='gelu_tanh', first='gate' and gate='up'"),
-        ({"first": "up"}, "activation names one of relu, gelu, gelu_tanh, silu"),
+        (
+            {"first": "up"},
+            r"activation \(one of relu, gelu, gelu_tanh, silu\), gate, norm and the order of the layers say which",
+        ),
     ],
 )
 def test_what_is_right_is_said(names, hint):

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..testing import ContractError, assert_contract
@@ -53,8 +52,3 @@ def on(device: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def flat(result: Any) -> tuple[Tensor, ...]:
     """A function's result as a tuple of tensors."""
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
-def differentiable(tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """The results that a gradient can flow from."""
-    return [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -320,7 +320,7 @@ def masks(
             bias = given if bias is None else bias_sum(bias, given, query.dtype)
     if extra:
         mask, bias = _padded(mask, sizes, query, extra), None if bias is None else F.pad(bias, (0, extra))
-    return (None if _shows_all(mask) else mask), bias
+    return (mask if mask.hides() else None), bias
 
 
 def _mask_tensor(op: str, name: str, value: object, query: Tensor) -> None:
@@ -335,14 +335,10 @@ def _mask_tensor(op: str, name: str, value: object, query: Tensor) -> None:
         raise ValueError(f"{op}: {name} must be on query's device {query.device}, got {value.device}")
 
 
-def _shows_all(mask: Mask) -> bool:
-    return not mask.has_band() and mask.key_lengths is None and mask.keep_matrix is None
-
-
 def _padded(mask: Mask, sizes: tuple[int, int, int, int], query: Tensor, extra: int) -> Mask:
     """The mask with ``extra`` keys behind the others that every query sees."""
     batch, heads, queries, keys = sizes
-    if _shows_all(mask):
+    if not mask.hides():
         return mask
     distinct = heads if mask.keep_matrix is not None and mask.keep_matrix.shape[1] > 1 else 1
     whole = mask.dense(batch, distinct, queries, keys, query.device)

@@ -35,7 +35,7 @@ def with_weights(
     seed = dropout.draw_seed(query.device) if dropout_p > 0.0 else None
     options: dict[str, Any] = {"bias": bias, "scale": scale, "dropout_p": dropout_p, "seed": seed}
     entry = _backend.OPS["attention"]
-    named = backend if backend is not None else _backend._forced
+    named = backend if backend is not None else _backend.forced()
     chosen = "aten" if named is None and _is_composed(query, dropout_p) else named
     if chosen is None:
         fused = entry.describe(query, key, value, mask, **options, return_lse=True)

@@ -116,7 +116,7 @@ class RMSNorm(nn.RMSNorm):
             return super().forward(x)
         rows = _rows("RMSNorm", x, self.normalized_shape)
         weight = _parameter(self.weight, rows.dtype)
-        return _shaped(ops.rms_norm(rows, weight, _eps(self, rows), backend=self.backend), x)
+        return _shaped(ops.rms_norm(rows, weight, self.eps, backend=self.backend), x)
 
 
 _NORMS = (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)
@@ -136,7 +136,7 @@ def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -
     weight, bias = _parameters(norm, x, residual)
     if isinstance(norm, nn.LayerNorm):
         return ops.add_layer_norm(x, residual, weight, bias, layer.eps, dropout_p=p, backend=backend)
-    return ops.add_rms_norm(x, residual, weight, _eps(layer, x, residual), dropout_p=p, backend=backend)
+    return ops.add_rms_norm(x, residual, weight, layer.eps, dropout_p=p, backend=backend)
 
 
 def norm_of_sum(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
@@ -217,11 +217,3 @@ def _parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _parameters(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
     dtype = x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
     return _parameter(norm.weight, dtype), _parameter(getattr(norm, "bias", None), dtype)
-
-
-def _eps(norm: nn.RMSNorm, *tensors: Tensor) -> float:
-    """torch's default eps is that of the dtype it computes in, which is float32 for 16-bit tensors."""
-    if norm.eps is not None:
-        return norm.eps
-    wide = any(t.dtype == torch.float64 for t in tensors)
-    return torch.finfo(torch.float64 if wide else torch.float32).eps

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .. import _check, _library, dropout
 from .._autograd import differentiate
-from .._backend import PROVEN, Choices, Op, StandIn, on_gpu, register, select
+from .._backend import Choices, Op, StandIn, on_gpu, register, select
 from .._library import declare, missing, signature
 from ..aten import attention as aten
 from ..mask import Band, Mask
@@ -129,7 +129,6 @@ SUPPORT = {
     "triton": _triton_cannot,
     "cuda": _cuda_cannot,
 }
-REMARKS = PROVEN
 
 
 def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's name for it)
@@ -280,7 +279,7 @@ def stand_in(call: AttentionCall) -> StandIn:
     return StandIn(outputs, leaves)
 
 
-_OP = register(Op("attention", SUPPORT, PREFER, describe, bucket, stand_in, REMARKS))
+_OP = register(Op("attention", SUPPORT, PREFER, describe, bucket, stand_in))
 _CHOICES = Choices()
 
 

@@ -55,13 +55,8 @@ SUPPORT = {
 }  # fmt: skip
 
 
-def _remark(call: Call) -> str:
-    if call.gate_biased:
-        return "not proven on a GPU where the gate has a bias; name it explicitly"
-    return _backend.PROVEN["triton"]
-
-
-REMARKS = dict.fromkeys(("triton", "cuda"), _remark)
+def _unproven(backend: str, call: Call) -> str | None:
+    return "not proven on a GPU where the gate has a bias; name it explicitly" if call.gate_biased else None
 
 
 def _stand_in(call: Call) -> _backend.StandIn:
@@ -83,7 +78,7 @@ def _stand_in(call: Call) -> _backend.StandIn:
     )
 
 
-OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
+OP = _backend.register(_backend.Op("ffn", SUPPORT, prefer, describe, bucket, _stand_in, _unproven))
 _CHOICES = _backend.Choices()  # (backend, Call)
 
 

@@ -56,7 +56,6 @@ def _triton(call: Call) -> str | None:
 
 
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
-REMARKS = _backend.PROVEN
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -133,7 +132,7 @@ def _stand_in(call: Call) -> _backend.StandIn:
     )
 
 
-OP = _backend.register(_backend.Op("int8_ffn", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
+OP = _backend.register(_backend.Op("int8_ffn", SUPPORT, prefer, describe, bucket, _stand_in))
 _CHOICES = _backend.Choices()  # (backend, Call)
 _FWD = _library.declare(
     "int8_ffn_fwd",

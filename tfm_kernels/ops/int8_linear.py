@@ -53,7 +53,6 @@ def _triton(call: Call) -> str | None:
 
 
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
-REMARKS = _backend.PROVEN
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -110,7 +109,7 @@ def _stand_in(call: Call) -> _backend.StandIn:
     )
 
 
-OP = _backend.register(_backend.Op("int8_linear", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
+OP = _backend.register(_backend.Op("int8_linear", SUPPORT, prefer, describe, bucket, _stand_in))
 _CHOICES = _backend.Choices()  # (backend, Call)
 products_of_int8 = aten.products_of_int8  # for graphs that run elsewhere
 _FWD = _library.declare(

@@ -27,7 +27,7 @@ from .. import _autograd, _check, _library
 from .._backend import Choices, Op, StandIn, register, select
 from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
-from .layer_norm_call import REMARKS, SUPPORT, Call, bucket, describe, prefer
+from .layer_norm_call import SUPPORT, Call, bucket, describe, prefer, unproven
 
 COMPILED = ("cpu", "triton", "cuda")
 
@@ -151,10 +151,10 @@ def _stand_in(call: Call) -> StandIn:
     return StandIn(run, [leaf.requires_grad_() for leaf in leaves] if call.training else [])
 
 
-_LAYER_NORM = register(Op("layer_norm", SUPPORT, PREFER, _describe_layer_norm, bucket, _stand_in, REMARKS))
-_ADD_LAYER_NORM = register(Op("add_layer_norm", SUPPORT, PREFER, _describe_add_layer_norm, bucket, _stand_in, REMARKS))
-_RMS_NORM = register(Op("rms_norm", SUPPORT, PREFER, _describe_rms_norm, bucket, _stand_in, REMARKS))
-_ADD_RMS_NORM = register(Op("add_rms_norm", SUPPORT, PREFER, _describe_add_rms_norm, bucket, _stand_in, REMARKS))
+_LAYER_NORM = register(Op("layer_norm", SUPPORT, PREFER, _describe_layer_norm, bucket, _stand_in, unproven))
+_ADD_LAYER_NORM = register(Op("add_layer_norm", SUPPORT, PREFER, _describe_add_layer_norm, bucket, _stand_in, unproven))
+_RMS_NORM = register(Op("rms_norm", SUPPORT, PREFER, _describe_rms_norm, bucket, _stand_in, unproven))
+_ADD_RMS_NORM = register(Op("add_rms_norm", SUPPORT, PREFER, _describe_add_rms_norm, bucket, _stand_in, unproven))
 
 
 def layer_norm(

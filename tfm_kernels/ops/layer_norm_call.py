@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -72,12 +70,6 @@ def _triton_support(call: Call) -> str | None:
     return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("layer_norm", "triton")
 
 
-def _triton_remark(call: Call) -> str:
-    if unproven_on_gpu(call):
-        return "not proven on a GPU with gradients of so many features; name it explicitly"
-    return _backend.PROVEN["triton"]
-
-
 def _cuda_support(call: Call) -> str | None:
     return _library.unreachable(call.device, "cuda") or _gpu_support(call) or _library.missing("layer_norm", "cuda")
 
@@ -86,7 +78,13 @@ SUPPORT = {
     "reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support, "triton": _triton_support,
     "cuda": _cuda_support,
 }  # fmt: skip
-REMARKS: dict[str, str | Callable[[Any], str]] = {**_backend.PROVEN, "triton": _triton_remark}
+
+
+def unproven(backend: str, call: Call) -> str | None:
+    """What no GPU has proven of a backend's kernels for the call."""
+    if backend == "triton" and unproven_on_gpu(call):
+        return "not proven on a GPU with gradients of so many features; name it explicitly"
+    return None
 
 
 def prefer(call: Call) -> tuple[str, ...]:

@@ -59,7 +59,6 @@ def _triton(call: Call) -> str | None:
 
 
 SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
-REMARKS = _backend.PROVEN
 
 
 # Rows from which it takes longer to compute the logits again than to read and write a weight's gradient once more.
@@ -162,7 +161,7 @@ def _stand_in(call: Call) -> _backend.StandIn:
     )
 
 
-OP = _backend.register(_backend.Op("linear_cross_entropy", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
+OP = _backend.register(_backend.Op("linear_cross_entropy", SUPPORT, prefer, describe, bucket, _stand_in))
 _CHOICES = _backend.Choices()  # (backend, Call)
 
 

@@ -53,7 +53,6 @@ SUPPORT = {
     "reference": lambda call: None, "aten": lambda call: None, "cpu": lambda call: _why_not(call, "cpu"),
     "triton": _triton,
 }  # fmt: skip
-REMARKS = _backend.PROVEN
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -110,7 +109,7 @@ def _stand_in(call: Call) -> _backend.StandIn:
     )
 
 
-OP = _backend.register(_backend.Op("rotary", SUPPORT, prefer, describe, bucket, _stand_in, REMARKS))
+OP = _backend.register(_backend.Op("rotary", SUPPORT, prefer, describe, bucket, _stand_in))
 _CHOICES = _backend.Choices()
 FWD = _library.declare(
     "rotary_fwd",

@@ -78,7 +78,7 @@ def require_attention(cls: type[nn.Module], module: nn.Module, declared: Declare
 def _require_drops(
     cls: type[nn.Module], trial: _Trial, declared: DeclaredAttention, mask: Any, inside: list[nn.Module], out: Any
 ) -> None:
-    """Raises where the forward in training does not drop as declared, of the weights that it gives too."""
+    """Raises unless the forward, in training, drops exactly as declared, in the weights that it returns too."""
 
     def require(declared: DeclaredAttention) -> None:
         drops = (declared.dropout, declared.out_dropout)
@@ -174,8 +174,8 @@ class _Trial:
     def require_masks(self, declared: DeclaredAttention, alone: bool, found: Found) -> Any:
         """Raises where the forward does not read masks as declared, in every dtype; one that it takes.
 
-        Those of a form in which it does not are left to it, where another is right. None, where it does not run
-        ``alone``: nor with any.
+        Forms of masks that it reads in another way are left to it, provided that some form is right. None where it
+        runs neither with a mask nor, as ``alone`` says, without.
         """
         right: dict[tuple[int, bool], Tensor] = {}
         wrong, failed = set(), None
@@ -254,9 +254,7 @@ class _Trial:
         return [self._in_dtypes(each, declared.mask) for each in found]
 
     def _of_other_shapes(self, declared: DeclaredAttention) -> list[list[Any]]:
-        """Masks that are one row for all queries, and with numbers of axes of which the declaration does not say what
-        they are; they broadcast.
-        """
+        """Masks of one row that all queries share, and with numbers of axes that the declaration does not describe."""
         of_four, of_two = self.masks(dataclasses.replace(declared, mask_axis=None))
         (of_keys,) = self.masks(dataclasses.replace(declared, mask_axis="keys"))
         padding = [mask[:, None, None] for mask in of_keys]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -36,6 +37,15 @@ def _rebound(function: types.FunctionType, parts: dict[int, Any]) -> types.Funct
     held.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(held, function)
     return held
+
+
+def in_closure(function: types.FunctionType) -> list[Any]:
+    """What a function has in the cells of its closure, but for empty ones."""
+    found = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            found.append(cell.cell_contents)
+    return found
 
 
 def _cell(cell: types.CellType, parts: dict[int, Any]) -> types.CellType:

@@ -72,11 +72,15 @@ class DeclaredAttention:
         found = options(module).found
         if found is not None and found.leaves(inputs[0], mask):
             return False
-        if mask is not None and mask.dim() == 3 and self.mask_axis == "keys":
+        if mask is not None and mask.dim() == 3 and not self._knows_first_axis(mask, inputs[0]):
             return False
         if not all(has_dropout(module, name) for name in (self.dropout, self.out_dropout)):
             return False
         return not number(module, self.causal) or inputs[0].shape[1] == inputs[1].shape[1]
+
+    def _knows_first_axis(self, mask: Tensor, x: Tensor) -> bool:
+        """Whether a mask of three axes has the first one that ``mask_axis`` says, as far as x tells."""
+        return self.mask_axis != "keys" and (self.mask_axis != "batch" or mask.shape[0] in (1, x.shape[0]))
 
     def run(
         self, module: Any, inputs: Sequence[Tensor], mask: Any, backend: str | None

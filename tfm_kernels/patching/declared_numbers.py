@@ -198,7 +198,8 @@ def require_feed_forward(
                 if gate is first:
                     order = f" and activated={'first' if swapped else 'second'!r}"
                 return f"those of activation={name!r}{order if turned else ''}"
-        return f"activation names one of {', '.join(ACTIVATIONS)}{', activated the half' if gate is first else ''}"
+        named = f"activation (one of {', '.join(ACTIVATIONS)}), gate, norm and the order of the layers say which"
+        return f"{named}, and activated which half" if gate is first else named
 
     def require(x: Tensor) -> str | None:
         run, declared = lambda: forward(x.clone()), lambda: written(x)
@@ -208,10 +209,11 @@ def require_feed_forward(
             return refused
         wanted, wrong = attempt(copy, declared)
         if wrong is not None or differ(got, wanted):
-            inner = f"{activation}({names[0]}(x))" + ("" if gate is None else f" * {names[2]}(x)")
+            x_in = "x" if norm is None else "norm(x)"
+            inner = f"{activation}({names[0]}({x_in}))" + ("" if gate is None else f" * {names[2]}({x_in})")
             if gate is first:
                 product = f"a * {activation}(b)" if swapped else f"{activation}(a) * b"
-                inner = f"{product}, a and b = {names[0]}(x).chunk(2, -1)"
+                inner = f"{product}, a and b = {names[0]}({x_in}).chunk(2, -1)"
             numbers = "other numbers" if wrong is None else f"shapes that give none ({wrong})"
             raise ValueError(
                 f"{op}: {cls.__name__}.forward must give {names[1]}({inner}), got {numbers}: {hint(x, got)}"

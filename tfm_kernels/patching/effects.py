@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import functools
+import itertools
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .copying import in_closure
 from .specimen import OF_TORCH, PLAIN, LeftAlone, attempt
 
 _DEEP, _MANY = 8, 20_000  # containers in one another, and things that one attribute holds, which are looked at
@@ -29,13 +33,13 @@ def require_pure(
     *,
     pictures: bool = False,
 ) -> None:
-    """Sees that runs, in training and in evaluation, keep nothing in the module and draw by torch alone.
+    """Checks that the runs, in training and in evaluation mode, write nothing and draw by torch's generators alone.
 
-    What the children that are ``called`` keep is theirs, but for their parameters. With ``pictures`` attributes may be
+    What the children that are ``called`` write is theirs, but for their parameters. With ``pictures`` attributes may be
     written, and buffers that grow.
 
     Raises:
-        LeftAlone: it does.
+        LeftAlone: one of them writes into the module, or draws random numbers from another generator.
     """
     held = _Held(copy, {inner for child in called for inner in child.modules()}, pictures)
     moved: list[bool] = []
@@ -48,6 +52,7 @@ def require_pure(
 
     for training in (True, False):
         copy.train(training)
+        held.begin()  # what train() itself writes, a fused layer's writes too
         for run in runs:
             attempt(copy, functools.partial(watched, run))
         if any(moved):
@@ -64,6 +69,11 @@ class _Held:
         self.module, self.apart, self.pictures = module, apart, pictures
         self.alive: list[Any] = []  # whatever has been seen, lest another get its id
         self.seen: set[int] = set()  # in the attribute that is being looked at
+        self.once: set[str] = set()  # what is computed once from the rest, when it is first read
+        self.before: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """From here on."""
         self.before = self._look()
 
     def written(self) -> str | None:
@@ -71,7 +81,8 @@ class _Held:
         after = self._look()
         if self.pictures:
             return next((name for name, now in after.items() if _rewritten(self.before.get(name), now)), None)
-        return next((name for name in {**after, **self.before} if self.before.get(name) != after.get(name)), None)
+        names = (name for name in {**after, **self.before} if name in self.before or name not in self.once)
+        return next((name for name in names if self.before.get(name) != after.get(name)), None)
 
     def _look(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -80,8 +91,10 @@ class _Held:
             held = dict(inner._parameters)
             if inner not in self.apart:
                 held |= inner._buffers
-                own = {} if self.pictures else _own(inner)
-                found |= {prefix + key: self._known_by(each) for key, each in own.items() if key not in OF_TORCH}
+                own = {} if self.pictures or isinstance(inner, torch.jit.ScriptModule) else inner.__dict__
+                own = {key: each for key, each in own.items() if key not in OF_TORCH and key != "training"}
+                found |= {prefix + key: self._known_by(each) for key, each in own.items()}
+                self.once |= {prefix + key for key in own if _is_computed_once(inner, key)}
             found |= {prefix + key: self._known_by(each) for key, each in held.items() if each is not None}
         return found
 
@@ -110,10 +123,13 @@ def _own(value: Any) -> dict[str, Any]:
     """An object's attributes, but for those that are computed once from the others, and a module's mode."""
 
     def skipped(key: str) -> bool:
-        once = isinstance(getattr(type(value), key, None), functools.cached_property)
-        return once or (key == "training" and isinstance(value, nn.Module))
+        return _is_computed_once(value, key) or (key == "training" and isinstance(value, nn.Module))
 
     return {key: each for key, each in getattr(value, "__dict__", {}).items() if not skipped(key)}
+
+
+def _is_computed_once(value: Any, key: str) -> bool:
+    return isinstance(getattr(type(value), key, None), functools.cached_property)
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, ...]]:
@@ -124,6 +140,19 @@ def _parts(value: Any) -> Iterator[tuple[Any, ...]]:
         yield from [(each,) for each in value]
     elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
         yield (hash(value.tobytes()),)
+    elif isinstance(value, random.Random):
+        yield (hash(value.getstate()),)
+    elif isinstance(value, (itertools.count, array.array)):
+        yield (repr(value),)
+    elif isinstance(value, functools.partial):
+        yield value.func, value.args, value.keywords
+    elif isinstance(value, types.FunctionType):
+        yield value.__defaults__, value.__kwdefaults__
+        yield tuple(in_closure(value))
+    elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+        yield (value.__self__,)
+    elif "numpy" in sys.modules:
+        yield _numpy_generator(value)
     package = type(value).__module__.partition(".")[0]
     if package == "builtins" or isinstance(value, type) or (package in _NOTES and not isinstance(value, nn.Module)):
         return
@@ -153,6 +182,14 @@ def _rewritten(before: Any, now: Any) -> bool:
     """Whether a tensor has other numbers in its old shape: one that grows, or is new, is a table of some kind."""
     (_, old), (_, new) = before or (None, None), now or (None, None)
     return old is not None and new is not None and old[0] == new[0] and old[-1] != new[-1]
+
+
+def _numpy_generator(value: Any) -> tuple[Any, ...]:
+    """The state of a generator of NumPy's, () of anything else."""
+    drawn = sys.modules["numpy"].random
+    if isinstance(value, drawn.RandomState):
+        return (repr(value.get_state(legacy=False)),)
+    return (repr(value.bit_generator.state),) if isinstance(value, drawn.Generator) else ()
 
 
 def _generators() -> Any:

@@ -39,9 +39,9 @@ class Found:
         return mask is not None and self.masks is not None and form(mask) not in self.masks
 
     def look_at_dtypes(self, copy: nn.Module, runs: Callable[[bool], Iterable[Callable[[], Any]]]) -> None:
-        """Sees whether the runs, of the forward and of what is declared, give other dtypes than one another.
+        """Notes where the forward and what is declared give results of different dtypes.
 
-        Under autocast, and in bfloat16, which the copy then stays: ``runs`` are asked for anew, and told so.
+        Under autocast, by ``runs(False)``, and then in bfloat16, by ``runs(True)``: ``copy`` stays converted.
         """
         self.autocast = _differ_in_dtype(copy, runs(False), torch.bfloat16)
         _, refused = attempt(copy, copy.bfloat16)

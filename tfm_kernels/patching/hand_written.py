@@ -307,7 +307,7 @@ def _why_not_norm(inner: nn.Module, name: str, known: DeclaredNorm) -> str | Non
 
 
 def _of_one(cls: type[nn.Module]) -> Callable[[Callable[[Any, Tensor], Any]], Callable[..., Any]]:
-    """Makes of a function of the module and x what takes the calls of a forward that takes x alone, by any name."""
+    """Decorator: makes run(module, x) take the calls of a forward of one argument, by position or by its name."""
     names = declaration.parameters(cls)[:1]
 
     def taking(run: Callable[[Any, Tensor], Any]) -> Callable[..., Any]:

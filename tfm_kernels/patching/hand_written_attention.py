@@ -47,10 +47,11 @@ def declare_attention(
     forward refuses such rows, writes parameters or buffers, or draws by another generator than torch's. It does not see
     what a forward does beyond 70 tokens (a longer window), by its state (a cache that an attribute switches on, a
     buffer that is loaded later) or at large scores alone (a cap). The forward runs as it is written where a call gives
-    arguments that are not declared anything but their defaults, or a mask with a number of axes that the trial found
-    read in another way or not at all. A row that may see no key gives 0 before ``out``, where code that fills with -1e9
-    gives the mean of hidden values. An attribute in which the forward keeps its weights for pictures, such as
-    ``self.attn``, is not written: ``tfk.get_attention_maps`` gives the weights.
+    arguments that are not declared anything but their defaults, or a mask of a form (the number of axes, one for each
+    head or not) that the trial found read in another way or not at all, or with three axes of which the first is no
+    batch. A row that may see no key gives 0 before ``out``, where code that fills with -1e9 gives the mean of hidden
+    values. An attribute in which the forward keeps its weights for pictures, such as ``self.attn``, is not written:
+    ``tfk.get_attention_maps`` gives the weights.
 
     Args:
         cls: the class, matched exactly.

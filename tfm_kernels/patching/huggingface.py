@@ -127,7 +127,8 @@ def named_arguments(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]]
 
 def file_of(module: nn.Module) -> Any:
     """The Python module that a module's own forward is written in; None where the process does not know it."""
-    return sys.modules.get(swap.found_class(module).forward.__module__)  # type: ignore[attr-defined]
+    forward = inspect.getattr_static(swap.found_class(module), "forward", None)  # a TorchScript module's class has none
+    return sys.modules.get(getattr(forward, "__module__", ""))
 
 
 def interface(module: Any) -> Callable[..., Any]:

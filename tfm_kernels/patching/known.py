@@ -88,5 +88,6 @@ class Known:
 
 def _at(module: Any, path: str) -> Any:
     for name in path.split(".") if path else ():
-        module = None if module is None else getattr(module, "_modules", {}).get(name)
+        children = getattr(module, "_modules", {})
+        module = children[name] if name in children else None  # a TorchScript module's have no get()
     return module

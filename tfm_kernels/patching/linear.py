@@ -70,7 +70,7 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the call is nobody's matter but ours: no gradient, no transform, one dtype."""
+    """Whether a kernel without gradients may take the call: no graph, no transform, one dtype, some elements."""
     if _check.records_graph(x, weight, bias) or _library.transformed():
         return False
     return weight.dtype == x.dtype and _library.certain(x.numel() > 0)

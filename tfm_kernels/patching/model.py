@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._backend import BACKENDS
@@ -187,6 +188,8 @@ def _apply(
             swap.note(module, replace(before, backend=backend, packed=padded is None))
             return True, f"by {before.recipe}, before its class was derived from"
         swap.restore(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return False, "because TorchScript has compiled it"
     reason: bool | str = False
     for recipe in registered():
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
-from collections import OrderedDict
+import types
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import guard
-from .copying import copied
+from .copying import copied, in_closure
 from .declaration import is_dropout
 from .swap import OPTIONS
 
 _WIDE = (torch.float32, torch.float64)
 PLAIN = (bool, int, float, str, type(None))
+_WRITTEN = (list, dict, set, deque, bytearray)  # what a callable notes things in
 OF_TORCH = frozenset(nn.Module().__dict__)  # what every module holds: hooks, which count by themselves, and its mode
 _NOISE = 65537  # numbers, a prime: rows of a parameter differ though they are drawn once
 _patches = 0  # calls of patch() that have begun or ended
@@ -30,10 +33,11 @@ class LeftAlone(Exception):
 
 
 def specimen(module: nn.Module, *, wide: bool = False) -> Any:
-    """A copy that evaluates, without hooks and with other parameters, which nothing hides behind; None: it has none.
+    """A copy in evaluation mode, without hooks, with other parameters; None where they cannot be drawn anew.
 
-    A bias of 0, a factor of 1 or an output layer that begins at 0 would make one forward look like another. A ``wide``
-    one computes in float32 where the module does in 16 bits.
+    That is on the meta device, or of a tensor class of their own. A bias of 0, a factor of 1 or an output layer that
+    begins at 0 would make one forward look like another. A ``wide`` copy computes in float32 where the module does in
+    16 bits.
 
     Raises:
         LeftAlone: it cannot be copied, or its copy holds parts of the module itself.
@@ -115,7 +119,16 @@ def _likeness(module: nn.Module) -> Any:
         held = ((key, each, True) for key, each in inner._parameters.items())
         kept = ((key, each, False) for key, each in inner._buffers.items())
         tensors = ((key, None if each is None else _describe(each, trained)) for key, each, trained in (*held, *kept))
-        found.append((name, type(inner), type(inner).forward, guard.hooked(inner), *plain, *tensors))
+        found.append(
+            (
+                name,
+                type(inner),
+                inspect.getattr_static(type(inner), "forward", None),
+                guard.hooked(inner),
+                *plain,
+                *tensors,
+            )
+        )
     return tuple(found)
 
 
@@ -135,10 +148,19 @@ def _content(tensor: Tensor) -> Any:
 
 
 def _parts(module: nn.Module) -> set[int]:
-    """Ids of modules and parameters, and where buffers and parameters lie in memory."""
+    """Ids of modules, parameters and what callables write into, and where buffers and parameters lie in memory."""
     tensors = [*module.parameters(), *module.buffers()]
     places = (each.untyped_storage().data_ptr() for each in tensors if each.layout == torch.strided)
-    return {*map(id, module.modules()), *map(id, tensors), *filter(None, places)}
+    attributes = (value for inner in module.modules() for key, value in inner.__dict__.items() if key not in OF_TORCH)
+    written = (id(each) for value in attributes for each in _reached(value) if isinstance(each, _WRITTEN))
+    return {*map(id, module.modules()), *map(id, tensors), *filter(None, places), *written}
+
+
+def _reached(value: Any) -> list[Any]:
+    """What a callable has at hand that no copy of it would have of its own."""
+    if isinstance(value, types.BuiltinMethodType):
+        return [value.__self__]
+    return in_closure(value) if isinstance(value, types.FunctionType) else []
 
 
 def attempt(
@@ -240,7 +262,7 @@ def require_dropouts(
     """Raises where ``forward`` in training does not drop what ``written`` does, by each of ``drops`` and no other.
 
     What is ``inside`` of the layers is theirs to apply. The declared ones drop nothing, and in turn everything. The
-    layer that comes ``last`` is given a bias, without which nothing that goes in and nothing that comes out look alike.
+    layer that comes ``last`` is given a bias: else dropping all of its input and all of its output would both give 0.
     Then all of them drop at 0.5, as many elements as ``sizes`` says or else as ``written`` does, and in that case the
     same: one that acts twice, or on something else that is 0 where the right one is.
     """

@@ -1,0 +1,136 @@
+"""Declared classes that hold callables, generators and cached properties: what a forward does with them is not lost."""
+
+import functools
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tfm_kernels as tfk
+
+WIDTH = 32
+
+
+class FeedForward(nn.Module):
+    def __init__(self, held=None):
+        super().__init__()
+        self.a, self.b, self.held = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), held
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)))
+
+
+class Tells(FeedForward):
+    def forward(self, x):
+        self.held(float(x.detach().abs().mean()))
+        return super().forward(x)
+
+
+class Drops(FeedForward):
+    def forward(self, x):
+        return torch.zeros_like(x) if self.training and self.held.random() < 0.1 else super().forward(x)
+
+
+class Counts(FeedForward):
+    def forward(self, x):
+        next(self.held)
+        return super().forward(x)
+
+
+class Caches(FeedForward):
+    @functools.cached_property
+    def norms(self):
+        return []
+
+    def forward(self, x):
+        self.norms.append(float(x.detach().norm()))
+        return super().forward(x)
+
+
+class Reads(FeedForward):
+    @functools.cached_property
+    def scale(self):
+        return 1.0
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+class NotesItsMode(FeedForward):
+    def train(self, mode=True):
+        self.mode = "training" if mode else "evaluation"
+        return super().train(mode)
+
+
+for cls in (Tells, Drops, Counts, Caches, Reads, NotesItsMode):
+    tfk.patching.declare_feed_forward(cls, first="a", second="b", activation="gelu")
+
+
+class Monitor:
+    def __init__(self):
+        self.seen = []
+
+    def record(self, value):
+        self.seen.append(value)
+
+
+def _closure(seen):
+    return lambda value: seen.append(value)
+
+
+CALLABLES = {
+    "a list's append": (lambda monitor: monitor.seen.append, "share parts with it"),
+    "a closure": (lambda monitor: _closure(monitor.seen), "share parts with it"),
+    "a method": (lambda monitor: monitor.record, "writes held"),
+    "a partial": (lambda monitor: functools.partial(Monitor.record, monitor), "writes held"),
+}
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_what_a_callable_notes(name):
+    monitor, (make, why) = Monitor(), CALLABLES[name]
+    model = nn.Sequential(Tells(make(monitor)))
+    report = tfk.patch(model)
+    assert not monitor.seen, "patch() itself tells the user's object nothing"
+    assert why in report.entries[1].note
+    model(torch.randn(2, 5, WIDTH))
+    assert len(monitor.seen) == 1
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
+def test_generators_of_the_modules_own(make):
+    model, stock = nn.Sequential(Drops(make(1))).train(), nn.Sequential(Drops(make(1))).train()
+    report = tfk.patch(model)
+    assert report.entries[1].note == "because its forward writes held, which the fused one does not"
+    x = torch.randn(2, 5, WIDTH)
+    dropped, wanted = ([not each(x).any() for _ in range(100)] for each in (model, stock))
+    assert any(wanted) and dropped == wanted, "the trial draws by a generator of its own"
+
+
+def test_counters():
+    model = nn.Sequential(Counts(itertools.count()))
+    assert "writes held" in tfk.patch(model).entries[1].note
+    model(torch.randn(2, 5, WIDTH))
+    assert next(model[0].held) == 1
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+def test_cached_properties(read_before):
+    for cls, note in (
+        (Caches, "because its forward writes norms, which the fused one does not"),
+        (Reads, "feed-forward"),
+    ):
+        model = nn.Sequential(cls())
+        if read_before:
+            model(torch.randn(2, 5, WIDTH))
+        assert tfk.patch(model).entries[1].note == note, cls
+
+
+def test_what_train_writes_is_the_fused_modules_too():
+    model = nn.Sequential(NotesItsMode())
+    assert tfk.patch(model).entries[1].replaced
+    assert model.eval()[0].mode == "evaluation" and model.train()[0].mode == "training"

@@ -1,0 +1,59 @@
+"""Models that hold what TorchScript has compiled: it is left alone, and all else is patched."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import tfm_kernels as tfk
+
+WIDTH = 32
+
+
+def _compiled(module, *traced):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(module, traced) if traced else torch.jit.script(module)
+
+
+class Block(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.first, self.second, self.act = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), act
+
+    def forward(self, x):
+        return self.second(self.act(self.first(x)))
+
+
+tfk.patching.declare_feed_forward(Block, first="first", second="second", activation="gelu")
+
+MODELS = {
+    "an activation": lambda: nn.Sequential(nn.Linear(WIDTH, 64), _compiled(nn.GELU()), nn.Linear(64, WIDTH)),
+    "a declared block's activation": lambda: Block(_compiled(nn.GELU())),
+    "a block": lambda: nn.Sequential(_compiled(Block(nn.GELU())), nn.LayerNorm(WIDTH)),
+    "a traced layer": lambda: nn.Sequential(
+        _compiled(nn.Linear(WIDTH, WIDTH), torch.zeros(1, WIDTH)), nn.Linear(WIDTH, 8)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_part(name):
+    model = MODELS[name]()
+    stock, x = copy.deepcopy(model), torch.randn(4, WIDTH)
+    report = tfk.patch(model)
+    told = {
+        entry.note for entry in report.entries if isinstance(model.get_submodule(entry.name), torch.jit.ScriptModule)
+    }
+    assert told == {"because TorchScript has compiled it"}
+    assert any(entry.replaced for entry in report.entries)
+    torch.testing.assert_close(model(x), stock(x))
+
+
+def test_a_whole_model():
+    model = _compiled(Block(nn.GELU()))
+    report = tfk.patch(model)
+    assert not any(entry.replaced for entry in report.entries)
+    assert model(torch.randn(4, WIDTH)).shape == (4, WIDTH)
