@@ -258,7 +258,7 @@ def test_compiled_autograd_reads_the_node():
     from torch._dynamo import compiled_autograd
 
     inputs = draw(2, 3, 5, 8), draw(2, 3, 5, 8), draw(2, 3, 5, 8)
-    call = lambda: ops.attention(*inputs, tfk.Mask.causal(), backend="cpu")  # noqa: E731
+    call = lambda: ops.attention(*inputs, tfk.Mask.causal(), backend="cpu")
     eager = torch.autograd.grad(call().sum(), inputs)
     out = call().sum()
     with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):

@@ -16,7 +16,7 @@ TINY = {"d_model": 16, "nhead": 2, "dim_feedforward": 16, "norm_first": True, "m
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    build = lambda: tfk.models.TransformerClassifier(tfk.models.ClassifierConfig(50, 2, 1, **TINY))  # noqa: E731
+    build = lambda: tfk.models.TransformerClassifier(tfk.models.ClassifierConfig(50, 2, 1, **TINY))
     monkeypatch.setattr(models, "TRAINED", {"classifier": (build, (4, 12, 0))})
     monkeypatch.setattr(models, "DECODED", {"decoding": (TINY, 5, torch.bfloat16, True)})
     monkeypatch.setattr(models, "PLAN", timing.Plan(seconds=0.0, least=1, most=1))

@@ -59,7 +59,7 @@ def test_the_recorded_results_reach_their_targets_and_readme_quotes_them():
         task = tasks.TASKS[file.stem]
         assert found["reached"] and task.reached(found["result"]) and found["target"] == task.target
         assert f"python -m bench.tasks {file.stem}" in readme
-    of = lambda name: json.loads((places.RESULTS / "cpu" / "tasks" / f"{name}.json").read_text())["result"]  # noqa: E731
+    of = lambda name: json.loads((places.RESULTS / "cpu" / "tasks" / f"{name}.json").read_text())["result"]
     assert f"validation loss {of('character-lm')['best_loss']:.3f}" in readme
     assert f"dev accuracy {of('classification')['accuracy']:.1%}".replace("%", " %") in readme
     assert f"sacreBLEU {of('translation')['bleu']:.1f} on" in readme

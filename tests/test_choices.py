@@ -141,7 +141,7 @@ def test_row_numbers_of_the_random_rule_are_no_part_of_what_is_alike(x):
 
 def test_use_backend_is_seen(x):
     x = x.requires_grad_()  # a small call with a gradient is aten's on all processors
-    fused = lambda: "Fused" in ops.layer_norm(x).grad_fn.name()  # noqa: E731
+    fused = lambda: "Fused" in ops.layer_norm(x).grad_fn.name()
     assert not fused() and not fused(), "a small call is aten's"
     with tfk.use_backend("cpu"):
         assert fused() and fused()
@@ -157,9 +157,9 @@ def test_the_choice_depends_on_size_and_on_training(dtype, nearest, monkeypatch)
     """The rule, at both of its ends; the limits between are measured."""
     monkeypatch.setattr(_library, "nearest", nearest)
     small, large = torch.randn(2, 768, dtype=dtype), torch.randn(1024, 768, dtype=dtype)
-    chosen = lambda op, *args, **kwargs: tfk.explain(op, *args, **kwargs).splitlines()[-1].split()[1]  # noqa: E731
+    chosen = lambda op, *args, **kwargs: tfk.explain(op, *args, **kwargs).splitlines()[-1].split()[1]
     for op in ("layer_norm", "add_layer_norm"):
-        residual = lambda x, op=op: (x,) if op.startswith("add") else ()  # noqa: E731
+        residual = lambda x, op=op: (x,) if op.startswith("add") else ()
         assert chosen(op, small, *residual(small)) == "cpu"
         assert chosen(op, large, *residual(large)) == "cpu"
     trained = small.clone().requires_grad_(), large.clone().requires_grad_()
@@ -233,7 +233,7 @@ def test_ffn_leaves_pytorch_a_narrow_hidden_activation(nearest, training, monkey
 def test_ffn_leaves_pytorch_few_rows_without_gradients(nearest, dtype, monkeypatch):
     monkeypatch.setattr(_library, "nearest", nearest)
     weights = torch.ones(16, 8, dtype=dtype), None, torch.ones(8, 16, dtype=dtype), None
-    takes = lambda rows: "-> cpu" in tfk.explain("ffn", torch.ones(rows, 8, dtype=dtype), *weights)  # noqa: E731
+    takes = lambda rows: "-> cpu" in tfk.explain("ffn", torch.ones(rows, 8, dtype=dtype), *weights)
     rows = (1, 2, 3, 4, 16, 17, 20, 21, 512, 9000)
     assert {m for m in rows if not takes(m)} == FFN_INFERENCE_LEFT[nearest, dtype]
 

@@ -123,7 +123,7 @@ SDPA = {
 def test_scaled_dot_product_attention_repeats_what_it_did(name, autocast):
     shape, options = SDPA[name]
     q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    cast = lambda t: t.bfloat16() if autocast and torch.is_tensor(t) and t.is_floating_point() else t  # noqa: E731
+    cast = lambda t: t.bfloat16() if autocast and torch.is_tensor(t) and t.is_floating_point() else t
     given = {name: cast(option) for name, option in options.items()}
     expected = ops.scaled_dot_product_attention(*map(cast, (q, k, v)), backend="cpu", **given)
     _backend.Choices.forget()

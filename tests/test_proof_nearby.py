@@ -65,7 +65,7 @@ def model_at_the_kink(x, dtype):
     model = Kinked().to(dtype).double()
     model.second.bias[5] -= model.hidden(x.to(dtype).double())[2, 5]
     model = model.to(dtype).eval()
-    exact = lambda: copy.deepcopy(model).double().hidden(x.to(dtype).double())  # noqa: E731
+    exact = lambda: copy.deepcopy(model).double().hidden(x.to(dtype).double())
     near = rounding(dtype).unit * exact().abs().max()
     for _ in range(8):
         rounded, value = model.hidden(x.to(dtype))[2, 5], exact()[2, 5]

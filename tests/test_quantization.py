@@ -168,7 +168,7 @@ def test_hugging_face_models_quantized_then_patched(name, scheme):
     torch.manual_seed(0)
     model, inputs, count = hugging_face(name)
     live = inputs["attention_mask"].bool() if name == "bert" else slice(None)
-    output = lambda: model.eval()(**inputs).last_hidden_state[live]  # noqa: E731
+    output = lambda: model.eval()(**inputs).last_hidden_state[live]
     plain = output()
     report = tfk.quantize(model, scheme)
     assert len(report.quantized) == count and not report.kept

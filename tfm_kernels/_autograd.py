@@ -104,7 +104,7 @@ class Rule:
                 found[argument] = results[shared] if shared >= 0 and not result.numel() else result
         return found
 
-    def known_to_apply(self, forward: str, backward: str) -> int:
+    def register_plan(self, forward: str, backward: str) -> int:
         """The number by which the C++ extension knows this plan for these two operators."""
         return cpu_extension.plan(  # type: ignore[union-attr]
             forward, backward,
@@ -168,7 +168,7 @@ def differentiate(
         )
         _refuse_double_backward(bwd)
         if operator in plain_calls:
-            plans[backend] = rule.known_to_apply(operator._schema.name, bwd._schema.name)
+            plans[backend] = rule.register_plan(operator._schema.name, bwd._schema.name)
 
     def apply(backend: str, *arguments: Any) -> Any:
         compiling = torch.compiler.is_compiling()

@@ -63,10 +63,10 @@ def no_values():
 @pytest.mark.parametrize("packed", [False, True])
 def test_lengths_need_not_have_values(kind, packed):
     if packed:
-        call = lambda q, ends: ops.attention_varlen(q, q, q, ends, ends, 4, 4)  # noqa: E731
+        call = lambda q, ends: ops.attention_varlen(q, q, q, ends, ends, 4, 4)
         given = randn(6, 2, 8), torch.tensor([0, 2, 6])
     else:
-        call = lambda q, lengths: ops.attention(q, q, q, Mask.lengths(lengths))  # noqa: E731
+        call = lambda q, lengths: ops.attention(q, q, q, Mask.lengths(lengths))
         given = randn(2, 4, 10, 8), torch.tensor([3, 10])
     out, expected = no_values()[kind](call, *given), call(*given)
     assert out.shape == expected.shape and out.dtype == expected.dtype

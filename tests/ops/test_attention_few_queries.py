@@ -16,9 +16,7 @@ SIZES = [(2, 4, 4, 70, 64, 64), (1, 4, 2, 33, 40, 24), (2, 2, 1, 5, 3, 7), (1, 2
 
 def one_query(batch, heads, key_heads, keys, width, value_width, dtype):
     make = torch.Generator().manual_seed(7)
-    rows = lambda time, count, last: (  # noqa: E731  (B, H, T, D) as transposed views, as projections leave them
-        torch.randn(batch, time, count, last, generator=make).to(dtype).transpose(1, 2)
-    )
+    rows = lambda time, count, last: torch.randn(batch, time, count, last, generator=make).to(dtype).transpose(1, 2)
     return {
         "query": rows(1, heads, width),
         "key": rows(keys, key_heads, width),

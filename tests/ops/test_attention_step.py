@@ -16,7 +16,7 @@ E = HEADS * WIDTH
 def given(rows, per_sentence, dtype, bias=True):
     """(x, the weights and biases, keys and values) of ``rows`` rows."""
     generator = torch.Generator().manual_seed(rows)
-    draw = lambda *shape, scale=1.0: (scale * torch.randn(*shape, generator=generator)).to(dtype)  # noqa: E731
+    draw = lambda *shape, scale=1.0: (scale * torch.randn(*shape, generator=generator)).to(dtype)
     weights = draw(3 * E, E, scale=E**-0.5), draw(3 * E), draw(16, E, scale=E**-0.5), draw(16)
     weights = weights if bias else (weights[0], None, weights[2], None)
     kept = [draw(rows // per_sentence, HEADS, ROOM, WIDTH) for _ in range(2)]

@@ -58,7 +58,7 @@ def test_gradients(rows):
     names = [name for name in given if name != "activation"]
     for recompute in (False, True):
         options = {"activation": "silu", "recompute": recompute, "backend": "cpu"}
-        run = lambda *leaves: tfk.ops.ffn(**dict(zip(names, leaves, strict=True)), **options)  # noqa: B023
+        run = lambda *leaves: tfk.ops.ffn(**dict(zip(names, leaves, strict=True)), **options)
         assert gradcheck(run, [given[name] for name in names])
 
 

@@ -266,7 +266,7 @@ def test_weights_before_dropout():
     model = attention(Weights, weights="before_dropout")
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     for part in (0, 1):
-        assert_same_results(model.eval(), lambda m: m(x.to(m.o.weight))[part], backend="cpu")  # noqa: B023
+        assert_same_results(model.eval(), lambda m: m(x.to(m.o.weight))[part], backend="cpu")
     stock = copy.deepcopy(model)
     with tfk.patch(model.train(), backend="cpu") as report:
         (first, weights), (second, _) = model(x.float()), model(x.float())

@@ -37,7 +37,7 @@ def test_a_gate_with_a_bias(packed):
         tfk.patch(Gated(packed, True, F.relu))
     for bias in (True, False):
         model, x = Gated(packed, bias), torch.randn(2, 5, WIDTH)
-        assert_same_results(model, lambda m: m(x.to(m.w3.weight)), backend="cpu")  # noqa: B023
+        assert_same_results(model, lambda m: m(x.to(m.w3.weight)), backend="cpu")
         with tfk.patch(model) as report:
             model(x)
             assert notes(report)[""] == "feed-forward" and not report.fallbacks

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..nn.cache import Reserved, moves
 
@@ -31,12 +31,6 @@ class Facts:
     start_id: int | None
     stops: list[int]
     max_length: int | None
-
-
-def is_model(model: nn.Module) -> bool:
-    """Whether the model is one of transformers'."""
-    library = sys.modules.get("transformers.modeling_utils")  # `import transformers` alone imports none, or cannot
-    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def facts(model: Any) -> Facts:

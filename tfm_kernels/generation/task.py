@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .._transformers import is_model
 from ..models import CausalLanguageModel, TranslationTransformer
 from ..nn import _arguments
 from . import huggingface
@@ -60,7 +61,7 @@ def task_of(
             shown = shown & tokens
         prompts, lengths = without_padding(ids.long(), tokens if shown is None else shown)
         vocab, source = model.config.vocab, None
-    elif huggingface.is_model(model):
+    elif is_model(model):
         return _of_transformers(model, ids, tokens, new, bos_id, stops, use_cache)
     else:
         raise TypeError(

@@ -47,7 +47,7 @@ _ARGUMENTS = (
 )
 
 
-def _fwd_fake(query, key, value, bias, keep, key_lengths, cu_seqlens_q, *rest):  # noqa: ANN001
+def _fwd_fake(query, key, value, bias, keep, key_lengths, cu_seqlens_q, *rest):
     statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
     if cu_seqlens_q is not None:
         total, heads, _ = query.shape
@@ -57,7 +57,7 @@ def _fwd_fake(query, key, value, bias, keep, key_lengths, cu_seqlens_q, *rest): 
     return out, query.new_empty(batch, heads, queries, dtype=statistics)
 
 
-def _bwd_fake(dout, dlse, query, key, value, out, lse, bias, keep, key_lengths, cu_seqlens_q, *rest):  # noqa: ANN001
+def _bwd_fake(dout, dlse, query, key, value, out, lse, bias, keep, key_lengths, cu_seqlens_q, *rest):
     need_bias = rest[-1]
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if need_bias else query.new_empty(0)
     if cu_seqlens_q is not None:
@@ -131,7 +131,7 @@ SUPPORT = {
 }
 
 
-def PREFER(call: AttentionCall) -> tuple[str, ...]:  # noqa: N802  (the design's name for it)
+def PREFER(call: AttentionCall) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
     if call.query.device.type != "cpu":
         return _gpu_order(call)

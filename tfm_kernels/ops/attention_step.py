@@ -15,7 +15,7 @@ from .. import _autograd, _backend, _library
 from .attention_watch import is_watched
 
 
-def _fake(x, in_weight, in_bias, out_weight, *rest):  # noqa: ANN001, ANN202
+def _fake(x, in_weight, in_bias, out_weight, *rest):
     return x.new_empty((*x.shape[:-1], out_weight.shape[0]))
 
 

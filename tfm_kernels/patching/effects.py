@@ -73,7 +73,7 @@ class _Held:
         self.before: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """From here on."""
+        """Takes what the module holds now for what it held before the runs."""
         self.before = self._look()
 
     def written(self) -> str | None:
@@ -106,7 +106,7 @@ class _Held:
         """Equal for what has not been written."""
         if isinstance(value, _VALUES):
             with suppress(Exception):  # somebody else's number or text may want anything
-                return value if type(value) in _VALUES and value == value else repr(value)  # noqa: PLR0124  (nan)
+                return value if type(value) in _VALUES and value == value else repr(value)
         self.alive.append(value)
         known = tuple if type(value) is tuple else id(value)
         if id(value) in self.seen or len(self.seen) > _MANY or depth == 0:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._autocast import as_autocast
 from .._backend import BACKENDS
+from .._transformers import is_model
 from ..mask import Mask
 from . import guard, packed, swap
 from .block import attend, attend_with_weights
@@ -234,12 +235,6 @@ def _own_mask(name: str, attention_mask: Any, query: Tensor, key: Tensor) -> Any
 
         return AttentionMaskInterface._global_mapping[name](**attention_mask.asked)
     return attention_mask.dense(query.shape[0], 1, query.shape[2], key.shape[2], query.device)
-
-
-def is_model(module: nn.Module) -> bool:
-    """Whether the module is a transformers model, found without importing transformers."""
-    library = sys.modules.get("transformers.modeling_utils")  # `import transformers` alone imports none, or cannot
-    return library is not None and isinstance(module, library.PreTrainedModel)
 
 
 def models(module: nn.Module) -> Iterator[nn.Module]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from .._backend import BACKENDS
 from .._flops import tell_torch
+from .._transformers import is_model
 from . import frozen, huggingface, swap
 from .registry import Refused, registered, was_true
 from .report import Entry, PatchReport
@@ -159,7 +160,7 @@ def _switch_attention(
     told = {}
     for outer in huggingface.models(model):
         reason = huggingface.why_not(outer)
-        before = [(inner, inner.__dict__.get(swap.OPTIONS)) for inner in outer.modules() if huggingface.is_model(inner)]
+        before = [(inner, inner.__dict__.get(swap.OPTIONS)) for inner in outer.modules() if is_model(inner)]
         taken = set() if reason is not None else set(map(id, huggingface.switch(outer, backend, packed)))
         for inner, options in before:
             if id(inner) in taken:
@@ -247,10 +248,10 @@ def _undo(undo: list[_Before], kept: list[nn.Module], thawed: list[nn.Module]) -
         frozen.thaw(module)
     for module in thawed:
         frozen.freeze(module)
-    huggingface.switch_back(module for module, before, _ in undo if before is None and huggingface.is_model(module))
+    huggingface.switch_back(module for module, before, _ in undo if before is None and is_model(module))
     for module, before, cls in undo:
         if before is not None:
-            if huggingface.is_model(module):
+            if is_model(module):
                 module.__dict__[swap.OPTIONS] = before
                 module.set_attn_implementation(huggingface.implementation(before.backend))  # type: ignore[operator]
             elif swap.is_derived(module):

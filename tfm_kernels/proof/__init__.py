@@ -41,20 +41,23 @@ def prove(
     Compared are the outputs, with and without a graph (integers exactly; in 16 bits also row by row); the gradient of
     every parameter, and of inputs that require one; the buffers that a call changes; ``steps`` training steps; and each
     replaced module alone, outputs and gradients, on the inputs that the original feeds it, so that a failure has a
-    name; not the weights that attention gives unasked ("eager"), and fused only where a call asks for them. Each run
-    begins with the buffers as they are. In training mode dropout is on, and both models drop the same elements. A note
-    names each output that is not compared.
-    The patched model is called several times: after a call with other inputs (tensors rolled by one) its outputs must
-    be right, in evaluation mode a second call must give the same bits, and no call may change what an earlier one
-    returned, all of it only where the original does so.
-    Where stacks ran packed, the original is given the same zeros at padded positions and all that the model makes of
-    them is compared. An output, a loss, a buffer or a gradient that depends on what PyTorch computes there fails, and
-    is told ``patch(packed=False)``; padded positions of an output that has positions are excepted, with a note.
+    name. Each run begins with the buffers as they are. In training mode dropout is on, and both models drop the same
+    elements. A note names each output that is not compared. Attention weights that a module of transformers returns
+    unasked ("eager") are not: the fused one returns them on request.
+
+    Repeated calls: after a call with other inputs (tensors rolled by one) the patched model's outputs must be right, in
+    evaluation mode a second call must give the same bits, and no call may change what an earlier one returned; each
+    only where the original does so.
+
+    Packed stacks: the original is given the same zeros at padded positions, and all that the model makes of them is
+    compared. An output, a loss, a buffer or a gradient that depends on what PyTorch computes there fails, with the
+    advice ``patch(packed=False)``; padded positions of an output that has positions are excepted, with a note.
+
+    Known exceptions:
     Where gradients or steps fail and nothing else does, they are measured again at up to six points nearby, because
     ReLU's kink makes them jump (proof/nearby.py).
-    A query that sees no key, as at padding in front of a causal model, gets 0 from the fused attention, and from the
-    "eager" one of transformers the mean of all values: such a model fails there, and is to be proven with its padding
-    behind.
+    A query that sees no key, as at padding in front of a causal model, gets 0 from the fused attention, and the mean of
+    all values from the "eager" one of transformers: such a model fails there. Prove it with right-padded inputs.
     In 16 bits, attention that PyTorch would compute in float32 (with dropout, or with a bias that needs a gradient) is
     measured by the same formula in 16 bits, which is what fused attention costs elsewhere.
 

@@ -88,7 +88,7 @@ class Call:
         self.seed = seed if dropout_p > 0.0 else None
         self.window = [max(-FAR, min(limit, FAR)) for limit in window]
 
-    def _check_shapes(self, query, key, value, cu_q, cu_k, max_q, max_k) -> None:  # noqa: ANN001
+    def _check_shapes(self, query, key, value, cu_q, cu_k, max_q, max_k) -> None:
         op, dims = self.op, 3 if self.packed else 4
         if (cu_q is None) != (cu_k is None):
             raise ValueError(f"{op}: cu_seqlens_q and cu_seqlens_k go together")
