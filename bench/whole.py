@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tfm_kernels import _measured
@@ -51,7 +52,8 @@ def program(
         if re.search(options.only, case):
             runs, known = make()
             found["cases"][case] = told(case, _seconds(runs, plan), known)
-    out = places.ROOT / (options.out or f"bench/results/{found['environment']['device']}/models/{name}.json")
+    usual = places.ROOT / f"bench/results/{found['environment']['device']}/models/{name}.json"
+    out = Path(options.out) if options.out else usual
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -92,7 +92,7 @@ class _Held:
             if inner not in self.apart:
                 held |= inner._buffers
                 own = {} if self.pictures or isinstance(inner, torch.jit.ScriptModule) else inner.__dict__
-                own = {key: each for key, each in own.items() if key not in OF_TORCH and key != "training"}
+                own = {key: each for key, each in own.items() if key not in OF_TORCH}
                 found |= {prefix + key: self._known_by(each) for key, each in own.items()}
                 self.once |= {prefix + key for key in own if _is_computed_once(inner, key)}
             found |= {prefix + key: self._known_by(each) for key, each in held.items() if each is not None}

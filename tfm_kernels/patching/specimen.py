@@ -119,16 +119,8 @@ def _likeness(module: nn.Module) -> Any:
         held = ((key, each, True) for key, each in inner._parameters.items())
         kept = ((key, each, False) for key, each in inner._buffers.items())
         tensors = ((key, None if each is None else _describe(each, trained)) for key, each, trained in (*held, *kept))
-        found.append(
-            (
-                name,
-                type(inner),
-                inspect.getattr_static(type(inner), "forward", None),
-                guard.hooked(inner),
-                *plain,
-                *tensors,
-            )
-        )
+        forward = inspect.getattr_static(type(inner), "forward", None)  # a TorchScript module's class has none
+        found.append((name, type(inner), forward, guard.hooked(inner), *plain, *tensors))
     return tuple(found)
 
 
