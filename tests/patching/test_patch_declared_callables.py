@@ -60,13 +60,27 @@ class Reads(FeedForward):
         return super().forward(x * self.scale)
 
 
+class CountsInItsClass(FeedForward):
+    calls, seen = 0, []
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x)
+
+
+class NotesInItsClass(CountsInItsClass):
+    def forward(self, x):
+        self.seen.append(len(x))
+        return FeedForward.forward(self, x)
+
+
 class NotesItsMode(FeedForward):
     def train(self, mode=True):
         self.mode = "training" if mode else "evaluation"
         return super().train(mode)
 
 
-for cls in (Tells, Drops, Counts, Caches, Reads, NotesItsMode):
+for cls in (Tells, Drops, Counts, Caches, Reads, CountsInItsClass, NotesInItsClass, NotesItsMode):
     tfk.patching.declare_feed_forward(cls, first="a", second="b", activation="gelu")
 
 
@@ -128,6 +142,13 @@ def test_cached_properties(read_before):
         if read_before:
             model(torch.randn(2, 5, WIDTH))
         assert tfk.patch(model).entries[1].note == note, cls
+
+
+@pytest.mark.parametrize(
+    "cls, what", [(CountsInItsClass, "CountsInItsClass.calls"), (NotesInItsClass, "CountsInItsClass.seen")]
+)
+def test_what_a_class_holds(cls, what):
+    assert tfk.patch(cls()).entries[0].note == f"because its forward writes {what}, which the fused one does not"
 
 
 def test_what_train_writes_is_the_fused_modules_too():

@@ -95,6 +95,8 @@ class _Held:
                 own = {key: each for key, each in own.items() if key not in OF_TORCH}
                 found |= {prefix + key: self._known_by(each) for key, each in own.items()}
                 self.once |= {prefix + key for key in own if _is_computed_once(inner, key)}
+                shared = {} if self.pictures else _of_classes(inner)
+                found |= {key: self._known_by(each) for key, each in shared.items() if key not in found}
             found |= {prefix + key: self._known_by(each) for key, each in held.items() if each is not None}
         return found
 
@@ -126,6 +128,13 @@ def _own(value: Any) -> dict[str, Any]:
         return _is_computed_once(value, key) or (key == "training" and isinstance(value, nn.Module))
 
     return {key: each for key, each in getattr(value, "__dict__", {}).items() if not skipped(key)}
+
+
+def _of_classes(module: nn.Module) -> dict[str, Any]:
+    """What the classes of a module hold, but for functions and torch's."""
+    own = (base for base in type(module).__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins"))
+    held = ((base, key, value) for base in own for key, value in vars(base).items() if not key.startswith("__"))
+    return {f"{base.__name__}.{key}": value for base, key, value in held if not hasattr(type(value), "__get__")}
 
 
 def _is_computed_once(value: Any, key: str) -> bool:
