@@ -105,7 +105,7 @@ class Rule:
         return found
 
     def register_plan(self, forward: str, backward: str) -> int:
-        """The number by which the C++ extension knows this plan for these two operators."""
+        """Tells the C++ extension this plan for these two operators; the number by which it knows it."""
         return cpu_extension.plan(  # type: ignore[union-attr]
             forward, backward,
             sources=self.sources, targets=self.targets, absent=self.absent,

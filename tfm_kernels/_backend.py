@@ -17,7 +17,7 @@ from . import _library, _measured
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
 # what explain() adds of kernels that automatic choice takes on such a GPU alone
 _PROVEN = "proven on an H200 (9.0); on other GPUs name it explicitly"
-_OF_GPUS = ("triton", "cuda")
+_OF_GPUS = ("triton", "cuda")  # the backends that have such kernels
 
 _proven: bool | None = None  # what proven_gpu() has found
 _told: Callable[[Op, Any], None] | None = None  # set by telling_choices()

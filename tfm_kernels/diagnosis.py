@@ -102,7 +102,7 @@ def _cpu_kernels() -> Finding:
 def _why_not_built(reason: str) -> str:
     """The library's own reason without its command, and what this machine adds to it."""
     text = reason.split(";")[0] + "; every operation runs on PyTorch's own kernels instead"
-    strangers = sorted(path.name for path in PACKAGE.glob("_C*") if path.suffix in (".so", ".pyd"))
+    strangers = [path.name for path in _extensions(PACKAGE)]
     if "not built" in reason and strangers:
         text = f"built for another Python ({', '.join(strangers)}); every operation runs on PyTorch's own kernels"
     elif "not built" in reason and not _compiler():
@@ -115,7 +115,12 @@ def _why_not_built(reason: str) -> str:
 def _hidden_by_source() -> Path | None:
     """Where pip has put a package with kernels, before which Python finds a checkout in the working directory."""
     found = (Path(str(each.locate_file("tfm_kernels"))) for each in metadata.distributions(name="tfm_kernels"))
-    return next((place for place in found if place.resolve() != PACKAGE and any(place.glob("_C*"))), None)
+    return next((place for place in found if place.resolve() != PACKAGE and _extensions(place)), None)
+
+
+def _extensions(package: Path) -> list[Path]:
+    """The C++ extensions in a package's folder, for whichever Python."""
+    return sorted(path for path in package.glob("_C*") if path.suffix in (".so", ".pyd"))
 
 
 def _cuda_kernels() -> Finding:

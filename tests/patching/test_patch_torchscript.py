@@ -52,6 +52,25 @@ def test_a_part(name):
     torch.testing.assert_close(model(x), stock(x))
 
 
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = _compiled(Block(nn.GELU()))
+
+    def forward(self, x):
+        return self.inner.second(self.inner.act(self.inner.first(x)))
+
+
+tfk.patching.declare_feed_forward(Around, first="inner.first", second="inner.second", activation="gelu")
+
+
+def test_what_is_declared_lies_inside():
+    model, x = Around(), torch.randn(4, WIDTH)
+    stock = copy.deepcopy(model)
+    assert not any(entry.replaced for entry in tfk.patch(model).entries)
+    torch.testing.assert_close(model(x), stock(x))
+
+
 def test_a_whole_model():
     model = _compiled(Block(nn.GELU()))
     report = tfk.patch(model)

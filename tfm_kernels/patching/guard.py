@@ -111,6 +111,12 @@ def why_not_kept(x: Tensor) -> str | None:
     return "its input was made under torch.inference_mode, and gradients are on" if cannot_be_kept(x) else None
 
 
+def direct(module: Any, name: str) -> Any:
+    """A child by its name, None where there is none: the children of a TorchScript module have no get()."""
+    children = module._modules
+    return children[name] if name in children else None
+
+
 def child(owner: nn.Module, path: str) -> Any:
     """The descendant at a dotted path; faster than get_submodule, and traceable.
 
@@ -121,7 +127,7 @@ def child(owner: nn.Module, path: str) -> Any:
         return getattr(owner, path) if inner is None else inner
     module: Any = owner
     for name in path.split("."):
-        inner = module._modules.get(name)
+        inner = direct(module, name)
         module = getattr(module, name) if inner is None else inner
     return module
 
@@ -130,7 +136,7 @@ def require_child(op: str, argument: str, owner: nn.Module, path: str) -> None:
     """Refuses a declared name, dotted where it lies deeper, of a child that is not there."""
     module: Any = owner
     for i, name in enumerate(names := path.split(".")):
-        inner = module._modules.get(name)
+        inner = direct(module, name)
         if inner is None:
             _refuse(op, f"{argument} must name a child", owner, path, ".".join(names[:i]), module._modules)
         module = inner

@@ -88,6 +88,5 @@ class Known:
 
 def _at(module: Any, path: str) -> Any:
     for name in path.split(".") if path else ():
-        children = getattr(module, "_modules", {})
-        module = children[name] if name in children else None  # a TorchScript module's have no get()
+        module = guard.direct(module, name) if isinstance(module, nn.Module) else None
     return module
