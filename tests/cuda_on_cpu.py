@@ -7,15 +7,14 @@ import pytest
 
 from tfm_kernels._backend import Choices
 
-# modules of ops whose csrc/cuda kernels run here -> what they cannot, device aside
-OPS = {"layer_norm_call": "_gpu_support", "attention": "_gpu_cannot", "ffn": "_gpu_support"}
+OPS = ("layer_norm_call", "attention", "ffn")  # the modules of ops whose csrc/cuda kernels run here
 
 
 def answer_for_cpu_tensors(set_item):
     """Lets SUPPORT of the ops say that backend "cuda" can run on CPU tensors; set_item(mapping, key, value) does it."""
-    for stem, reason in OPS.items():
+    for stem in OPS:
         module = import_module(f"tfm_kernels.ops.{stem}")
-        set_item(module.SUPPORT, "cuda", getattr(module, reason))
+        set_item(module.SUPPORT, "cuda", module.KERNELS["cuda"])
     Choices.forget()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -75,6 +75,48 @@ class Op:
 
 
 OPS: dict[str, Op] = {}
+
+
+def support(
+    op: str,
+    kernels: Mapping[str, Callable[[Any], str | None]],
+    *,
+    aten: Callable[[Any], str | None] = lambda call: None,
+    directions: Sequence[str] = ("fwd", "bwd"),
+) -> dict[str, Callable[[Any], str | None]]:
+    """What an op's backends answer to a call, for Op.support; reference can all.
+
+    Args:
+        op: the name that its operators begin with.
+        kernels: backend -> function(call): what its kernels cannot of the calls whose tensors they reach.
+        aten: the same of PyTorch's own functions.
+        directions: those that the op has kernels of.
+    """
+
+    def of_kernels(backend: str, cannot: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+        def why_not(call: Any) -> str | None:
+            unreachable = _library.unreachable(call.device, backend)
+            return unreachable or cannot(call) or _library.missing(op, backend, directions)
+
+        return why_not
+
+    compiled = {backend: of_kernels(backend, cannot) for backend, cannot in kernels.items()}
+    return {"reference": lambda call: None, "aten": aten, **compiled}
+
+
+def can(call: Any) -> str | None:
+    """What kernels without limits of their own cannot: nothing."""
+    return None
+
+
+def no_float64(call: Any) -> str | None:
+    """What kernels for GPUs cannot."""
+    return "has no float64 kernels" if call.dtype == torch.float64 else None
+
+
+def no_gradients(call: Any) -> str | None:
+    """What kernels for inference cannot."""
+    return "computes no gradients; call it under torch.no_grad() or with backend='aten'" if call.training else None
 
 
 def register(op: Op) -> Op:
@@ -212,7 +254,7 @@ def described(caller: str, op: Op, args: tuple, kwargs: Mapping[str, Any]) -> An
 class Choices:
     """What was chosen for calls that an op has checked before: the same call again costs a look-up instead of checks.
 
-    A key (``_library.signature``) must hold all that the op's checks, SUPPORT and PREFER read of a call (shapes,
+    A key (``_library.signature``) must hold all that the op's checks, SUPPORT and prefer() read of a call (shapes,
     dtypes, devices, options, the backend that was named), so that a call which would be refused never finds one. A key
     of None is never found: for calls whose values matter, and for what has no signature.
     """

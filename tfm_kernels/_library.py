@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
@@ -69,7 +69,7 @@ _missing: dict[str, str | None] = {}  # filled by declare(): compiled code may r
 
 
 def declare(
-    name: str, schema: str, fake: Callable[..., Any], backends: Sequence[str]
+    name: str, schema: str, fake: Callable[..., Any], backends: Iterable[str]
 ) -> dict[str, torch._ops.OpOverload]:
     """Defines ``<name>_<backend>`` for each compiled backend, all with one schema and one fake.
 
@@ -229,12 +229,6 @@ def missing(op: str, backend: str, directions: Sequence[str] = ("fwd", "bwd")) -
         )
     reasons = (_missing[f"{op}_{direction}_{backend}"] for direction in directions)
     return next((reason for reason in reasons if reason is not None), None)
-
-
-def why_not_inference(op: str, backend: str, device: str, training: bool) -> str | None:
-    """None where the kernel of an op without gradients can run a call, else one sentence why not."""
-    graph = "computes no gradients; call it under torch.no_grad() or with backend='aten'" if training else None
-    return unreachable(device, backend) or graph or missing(op, backend, ("fwd",))
 
 
 def kernels() -> dict[str, str | None]:

@@ -78,6 +78,6 @@ def test_small_plain_calls_are_left_to_pytorch(monkeypatch, dtype, tiles, traini
     monkeypatch.setattr(ATTENTION._library, "nearest", ATTENTION._library.XEON)
     q, k, v = (torch.zeros(1, 2, queries, 8, dtype=dtype, requires_grad=training) for _ in range(3))
     plain = ATTENTION.describe(q, k, v)
-    assert ATTENTION.PREFER(plain)[0] == chosen
+    assert ATTENTION.prefer(plain)[0] == chosen
     for masked in (tfk.Mask.causal(), tfk.Mask.lengths(torch.tensor([queries]))):
-        assert ATTENTION.PREFER(ATTENTION.describe(q, k, v, masked))[0] == "cpu"
+        assert ATTENTION.prefer(ATTENTION.describe(q, k, v, masked))[0] == "cpu"

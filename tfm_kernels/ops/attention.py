@@ -32,8 +32,8 @@ from torch import Tensor
 
 from .. import _check, _library, dropout
 from .._autograd import differentiate
-from .._backend import Choices, Op, StandIn, on_gpu, register, select
-from .._library import declare, missing, signature
+from .._backend import Choices, Op, StandIn, can, no_float64, on_gpu, register, select, support
+from .._library import declare, signature
 from ..aten import attention as aten
 from ..mask import Band, Mask
 from ..reference import attention as reference
@@ -66,23 +66,7 @@ def _bwd_fake(dout, dlse, query, key, value, out, lse, bias, keep, key_lengths, 
     return swapped(query), swapped(key), swapped(value), dbias
 
 
-COMPILED = ("cpu", "triton", "cuda")
-_forward = declare(
-    "attention_fwd", f"({_ARGUMENTS.format(residuals='')}) -> (Tensor out, Tensor lse)", _fwd_fake, COMPILED
-)
-_backward = declare(
-    "attention_bwd",
-    f"(Tensor dout, Tensor? dlse, {_ARGUMENTS.format(residuals='Tensor out, Tensor lse, ')}, bool need_bias) "
-    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)",
-    _bwd_fake,
-    COMPILED,
-)
-
-
-_apply = differentiate(_forward, _backward, like="out")
-
-
-def _aten_cannot(call: AttentionCall) -> str | None:
+def _aten(call: AttentionCall) -> str | None:
     if call.return_lse:
         return "F.scaled_dot_product_attention does not return lse"
     if call.dropout_p > 0.0:
@@ -95,43 +79,33 @@ def _aten_cannot(call: AttentionCall) -> str | None:
     return None
 
 
-def _cpu_cannot(call: AttentionCall) -> str | None:
-    if call.query.device.type != "cpu":
-        return f"needs a CPU tensor, got {call.query.device}"
-    return missing("attention", "cpu")
-
-
-def _gpu_cannot(call: AttentionCall) -> str | None:
-    """What neither kernel of a GPU can."""
-    if call.query.dtype == torch.float64:
-        return "has no float64 kernels"
+def _gpu(call: AttentionCall) -> str | None:
     widest = max(call.query.shape[-1], call.value.shape[-1])
     if widest > 256:
         return f"needs head dimensions of at most 256, got {widest}"
     longest = max(call.max_seqlen_q, call.max_seqlen_k)
     if longest >= 1 << 30:
         return f"needs sequences shorter than 2**30, got {longest}"
-    return None
+    return no_float64(call)
 
 
-def _triton_cannot(call: AttentionCall) -> str | None:
-    return _gpu_cannot(call) or _library.unreachable(call.query.device.type, "triton") or missing("attention", "triton")
+KERNELS = {"cpu": can, "triton": _gpu, "cuda": _gpu}
+SUPPORT = support("attention", KERNELS, aten=_aten)
+
+_forward = declare(
+    "attention_fwd", f"({_ARGUMENTS.format(residuals='')}) -> (Tensor out, Tensor lse)", _fwd_fake, KERNELS
+)
+_backward = declare(
+    "attention_bwd",
+    f"(Tensor dout, Tensor? dlse, {_ARGUMENTS.format(residuals='Tensor out, Tensor lse, ')}, bool need_bias) "
+    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)",
+    _bwd_fake,
+    KERNELS,
+)
+_apply = differentiate(_forward, _backward, like="out")
 
 
-def _cuda_cannot(call: AttentionCall) -> str | None:
-    return _library.unreachable(call.query.device.type, "cuda") or _gpu_cannot(call) or missing("attention", "cuda")
-
-
-SUPPORT = {
-    "reference": lambda call: None,
-    "aten": _aten_cannot,
-    "cpu": _cpu_cannot,
-    "triton": _triton_cannot,
-    "cuda": _cuda_cannot,
-}
-
-
-def PREFER(call: AttentionCall) -> tuple[str, ...]:
+def prefer(call: AttentionCall) -> tuple[str, ...]:
     """Backends in the order of automatic choice."""
     if call.query.device.type != "cpu":
         return _gpu_order(call)
@@ -226,7 +200,7 @@ def _run(call: AttentionCall, backend: str) -> tuple[Tensor, Any]:
     elif seed is None:
         seed = dropout.draw_seed(call.query.device)
     tensors, longest = (call.query, call.key, call.value), (call.max_seqlen_q, call.max_seqlen_k)
-    if backend in COMPILED:
+    if backend in KERNELS:
         window = [mask.top_left.low, mask.top_left.high, mask.bottom_right.low, mask.bottom_right.high]
         indices = call.bias, mask.keep_matrix, mask.key_lengths, *cu_seqlens
         return _apply(
@@ -279,7 +253,7 @@ def stand_in(call: AttentionCall) -> StandIn:
     return StandIn(outputs, leaves)
 
 
-_OP = register(Op("attention", SUPPORT, PREFER, describe, bucket, stand_in))
+_OP = register(Op("attention", SUPPORT, prefer, describe, bucket, stand_in))
 _CHOICES = Choices()
 
 

@@ -36,6 +36,16 @@ class AttentionCall(NamedTuple):  # a frozen dataclass of so many fields takes 3
     return_lse: bool
     deterministic: bool
 
+    @property
+    def device(self) -> str:
+        """The type of device that the tensors are on."""
+        return self.query.device.type
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensors' dtype."""
+        return self.query.dtype
+
 
 def bucket(call: AttentionCall) -> tuple[str, str]:
     """The device, and what a measured time depends on."""

@@ -9,7 +9,7 @@ from .. import _check
 from .._backend import Choices, Op, register, select
 from .._library import signature
 from ..mask import Mask
-from .attention import PREFER, SUPPORT, run, stand_in
+from .attention import SUPPORT, prefer, run, stand_in
 from .attention_call import (
     EVERYTHING,
     LONGEST,
@@ -102,7 +102,7 @@ def _short(values: list[int]) -> str:
     return str(values) if len(values) <= 12 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
 
 
-_OP = register(Op(_NAME, SUPPORT, PREFER, describe, bucket, stand_in))
+_OP = register(Op(_NAME, SUPPORT, prefer, describe, bucket, stand_in))
 _CHOICES = Choices()
 
 

@@ -30,29 +30,8 @@ from ..aten import ffn as aten
 from ..reference import ffn as reference
 from .ffn_call import ACTIVATIONS, Call, bucket, describe, is_turned, prefer
 
-COMPILED = ("cpu", "triton", "cuda")
-
-
-def _cpu(call: Call) -> str | None:
-    return _library.unreachable(call.device, "cpu") or _library.missing("ffn", "cpu")
-
-
-def _gpu_support(call: Call) -> str | None:
-    """What the kernels of both GPU backends cannot."""
-    return "has no float64 kernels" if call.dtype == torch.float64 else None
-
-
-def _triton(call: Call) -> str | None:
-    return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("ffn", "triton")
-
-
-def _cuda(call: Call) -> str | None:
-    return _library.unreachable(call.device, "cuda") or _gpu_support(call) or _library.missing("ffn", "cuda")
-
-
-SUPPORT = {
-    "reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton, "cuda": _cuda,
-}  # fmt: skip
+KERNELS = {"cpu": _backend.can, "triton": _backend.no_float64, "cuda": _backend.no_float64}
+SUPPORT = _backend.support("ffn", KERNELS)
 
 
 def _unproven(backend: str, call: Call) -> str | None:
@@ -99,7 +78,7 @@ FWD = _library.declare(
     "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate, int activation, float dropout_p, "
     "Tensor? seed, Tensor? dropout_rows, bool save_preact) -> (Tensor y, Tensor preact)",
     _fwd_fake,
-    COMPILED,
+    KERNELS,
 )
 BWD = _library.declare(
     "ffn_bwd",
@@ -107,7 +86,7 @@ BWD = _library.declare(
     "float dropout_p, Tensor? seed, Tensor? dropout_rows, bool need_x, bool need_w1, bool need_b1, bool need_w2, "
     "bool need_b2, bool need_gate) -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, Tensor dgate)",
     _bwd_fake,
-    COMPILED,
+    KERNELS,
 )
 
 

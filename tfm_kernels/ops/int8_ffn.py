@@ -43,19 +43,13 @@ class Call:
     training: bool
 
 
-def _cpu(call: Call) -> str | None:
-    return _library.why_not_inference("int8_ffn", "cpu", call.device, call.training)
-
-
 def _triton(call: Call) -> str | None:
-    if call.dtype == torch.float64:
-        return "has no float64 kernels"
-    if not call.dynamic:
-        return "has kernels for rows that are rounded alone (dynamic=True)"
-    return _library.why_not_inference("int8_ffn", "triton", call.device, call.training)
+    rounded = None if call.dynamic else "has kernels for rows that are rounded alone (dynamic=True)"
+    return _backend.no_float64(call) or rounded or _backend.no_gradients(call)
 
 
-SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
+KERNELS = {"cpu": _backend.no_gradients, "triton": _triton}
+SUPPORT = _backend.support("int8_ffn", KERNELS, directions=("fwd",))
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -139,7 +133,7 @@ _FWD = _library.declare(
     "(Tensor x, Tensor w1, Tensor scale1, Tensor? b1, Tensor w2, Tensor scale2, Tensor? b2, Tensor? gate, "
     "Tensor? gate_scale, int activation, bool dynamic) -> Tensor",
     lambda x, w1, scale1, b1, w2, *rest: x.new_empty((x.shape[0], w2.shape[0])),
-    ("cpu", "triton"),
+    KERNELS,
 )
 
 

@@ -42,17 +42,12 @@ class Call:
     training: bool
 
 
-def _cpu(call: Call) -> str | None:
-    return _library.why_not_inference("int8_linear", "cpu", call.device, call.training)
-
-
 def _triton(call: Call) -> str | None:
-    if call.dtype == torch.float64:
-        return "has no float64 kernels"
-    return _library.why_not_inference("int8_linear", "triton", call.device, call.training)
+    return _backend.no_float64(call) or _backend.no_gradients(call)
 
 
-SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
+KERNELS = {"cpu": _backend.no_gradients, "triton": _triton}
+SUPPORT = _backend.support("int8_linear", KERNELS, directions=("fwd",))
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -116,7 +111,7 @@ _FWD = _library.declare(
     "int8_linear_fwd",
     "(Tensor x, Tensor weight, Tensor scale, Tensor? bias, bool dynamic) -> Tensor",
     lambda x, weight, scale, bias, dynamic: x.new_empty((x.shape[0], weight.shape[0])),
-    ("cpu", "triton"),
+    KERNELS,
 )
 
 

@@ -27,9 +27,7 @@ from .. import _autograd, _check, _library
 from .._backend import Choices, Op, StandIn, register, select
 from ..aten import layer_norm as aten
 from ..reference import layer_norm as reference
-from .layer_norm_call import SUPPORT, Call, bucket, describe, prefer, unproven
-
-COMPILED = ("cpu", "triton", "cuda")
+from .layer_norm_call import KERNELS, SUPPORT, Call, bucket, describe, prefer, unproven
 
 
 def _fwd_fake(x, residual, weight, bias, eps, eps_outside, rms, unbiased, dropout_p, seed, dropout_rows, keep_sum=True):
@@ -57,7 +55,7 @@ FWD = _library.declare(
     "float dropout_p, Tensor? seed, Tensor? dropout_rows, bool keep_sum=True) "
     "-> (Tensor y, Tensor z, Tensor mean, Tensor rstd)",
     _fwd_fake,
-    COMPILED,
+    KERNELS,
 )
 BWD = _library.declare(
     "layer_norm_bwd",
@@ -65,7 +63,7 @@ BWD = _library.declare(
     "float eps_outside, bool rms, bool unbiased, float dropout_p, Tensor? seed, Tensor? dropout_rows, "
     "bool need_weight, bool need_bias) -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
     _bwd_fake,
-    COMPILED,
+    KERNELS,
 )
 
 
@@ -73,7 +71,6 @@ BWD = _library.declare(
 _apply = _autograd.differentiate(FWD, BWD, like="z", absent={"z": ("residual", "x")}, shared={"dresidual": "dx"})
 
 
-PREFER = prefer
 _CHOICES = Choices()
 
 
@@ -81,7 +78,7 @@ def _run(
     name: str, x, residual, weight, bias, eps, eps_outside, dropout_p, seed, dropout_rows, unbiased, rms, keep_sum=True
 ):
     """The way of one call once its backend is chosen: one of three doors. Returns (y, z), z only where it is kept."""
-    if name in COMPILED:
+    if name in KERNELS:
         dropout_rows = None if dropout_rows is None else dropout_rows.contiguous()
         y, z, _, _ = _apply(
             name, x, residual, weight, bias, eps, eps_outside, rms, unbiased, dropout_p, seed, dropout_rows, keep_sum
@@ -151,10 +148,10 @@ def _stand_in(call: Call) -> StandIn:
     return StandIn(run, [leaf.requires_grad_() for leaf in leaves] if call.training else [])
 
 
-_LAYER_NORM = register(Op("layer_norm", SUPPORT, PREFER, _describe_layer_norm, bucket, _stand_in, unproven))
-_ADD_LAYER_NORM = register(Op("add_layer_norm", SUPPORT, PREFER, _describe_add_layer_norm, bucket, _stand_in, unproven))
-_RMS_NORM = register(Op("rms_norm", SUPPORT, PREFER, _describe_rms_norm, bucket, _stand_in, unproven))
-_ADD_RMS_NORM = register(Op("add_rms_norm", SUPPORT, PREFER, _describe_add_rms_norm, bucket, _stand_in, unproven))
+_LAYER_NORM = register(Op("layer_norm", SUPPORT, prefer, _describe_layer_norm, bucket, _stand_in, unproven))
+_ADD_LAYER_NORM = register(Op("add_layer_norm", SUPPORT, prefer, _describe_add_layer_norm, bucket, _stand_in, unproven))
+_RMS_NORM = register(Op("rms_norm", SUPPORT, prefer, _describe_rms_norm, bucket, _stand_in, unproven))
+_ADD_RMS_NORM = register(Op("add_rms_norm", SUPPORT, prefer, _describe_add_rms_norm, bucket, _stand_in, unproven))
 
 
 def layer_norm(

@@ -49,35 +49,19 @@ class Call:
     training: bool
 
 
-def _aten_support(call: Call) -> str | None:
+def _aten(call: Call) -> str | None:
     if call.eps_outside:
         return "PyTorch's norms have no eps outside of the root"
     return "PyTorch's layer_norm has no N - 1 variance" if call.unbiased else None
 
 
-def _cpu_support(call: Call) -> str | None:
-    return _library.unreachable(call.device, "cpu") or _library.missing("layer_norm", "cpu")
+def _gpu(call: Call) -> str | None:
+    wide = f"needs at most 65536 features, got {call.features}" if call.features > 65536 else None
+    return _backend.no_float64(call) or wide
 
 
-def _gpu_support(call: Call) -> str | None:
-    """What the kernels of both GPU backends cannot."""
-    if call.dtype == torch.float64:
-        return "has no float64 kernels"
-    return f"needs at most 65536 features, got {call.features}" if call.features > 65536 else None
-
-
-def _triton_support(call: Call) -> str | None:
-    return _gpu_support(call) or _library.unreachable(call.device, "triton") or _library.missing("layer_norm", "triton")
-
-
-def _cuda_support(call: Call) -> str | None:
-    return _library.unreachable(call.device, "cuda") or _gpu_support(call) or _library.missing("layer_norm", "cuda")
-
-
-SUPPORT = {
-    "reference": lambda call: None, "aten": _aten_support, "cpu": _cpu_support, "triton": _triton_support,
-    "cuda": _cuda_support,
-}  # fmt: skip
+KERNELS = {"cpu": _backend.can, "triton": _gpu, "cuda": _gpu}
+SUPPORT = _backend.support("layer_norm", KERNELS, aten=_aten)
 
 
 def unproven(backend: str, call: Call) -> str | None:

@@ -35,11 +35,8 @@ class Call:
     training: bool
 
 
-def _cpu(call: Call) -> str | None:
-    return _library.why_not_inference("linear", "cpu", call.device, call.training)
-
-
-SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu}
+KERNELS = {"cpu": _backend.no_gradients}
+SUPPORT = _backend.support("linear", KERNELS, directions=("fwd",))
 
 # Rows at which cpu is faster than aten. Times over aten's (256-256 to 1024-1024 and 512-2048, 2.6 GHz Xeon with AMX and
 # AVX512_FP16): float32 1.1 to 1.4 at two rows, 0.5 to 1.2 at 4 to 12, 0.45 to 1.2 at 16 to 64, 0.8 to 1.3 at 96;
@@ -115,7 +112,7 @@ _FWD = _library.declare(
     "linear_fwd",
     "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     lambda x, weight, bias: x.new_empty((x.shape[0], weight.shape[0])),
-    ("cpu",),
+    KERNELS,
 )
 
 

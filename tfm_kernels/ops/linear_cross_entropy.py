@@ -31,7 +31,6 @@ from .. import _autograd, _backend, _check, _library, _measured
 from ..aten import linear_cross_entropy as aten
 from ..reference import linear_cross_entropy as reference
 
-COMPILED = ("cpu", "triton")
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -48,18 +47,8 @@ class Call:
     training: bool
 
 
-def _cpu(call: Call) -> str | None:
-    return _library.unreachable(call.device, "cpu") or _library.missing("linear_cross_entropy", "cpu")
-
-
-def _triton(call: Call) -> str | None:
-    if call.dtype == torch.float64:
-        return "has no float64 kernels"
-    return _library.unreachable(call.device, "triton") or _library.missing("linear_cross_entropy", "triton")
-
-
-SUPPORT = {"reference": lambda call: None, "aten": lambda call: None, "cpu": _cpu, "triton": _triton}
-
+KERNELS = {"cpu": _backend.can, "triton": _backend.no_float64}
+SUPPORT = _backend.support("linear_cross_entropy", KERNELS)
 
 # Rows from which it takes longer to compute the logits again than to read and write a weight's gradient once more.
 _SAVING_FROM = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 256, torch.float64: 64}
@@ -185,7 +174,7 @@ FWD = _library.declare(
     "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float label_smoothing, bool save_x, "
     "bool save_weight, bool save_bias) -> (Tensor loss, Tensor lse, Tensor gx, Tensor gweight, Tensor gbias)",
     _fwd_fake,
-    COMPILED,
+    KERNELS,
 )
 BWD = _library.declare(
     "linear_cross_entropy_bwd",
@@ -193,7 +182,7 @@ BWD = _library.declare(
     "Tensor gbias, int ignore_index, float label_smoothing, bool need_x, bool need_weight, bool need_bias) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
     _bwd_fake,
-    COMPILED,
+    KERNELS,
 )
 
 

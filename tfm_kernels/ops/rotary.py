@@ -24,8 +24,6 @@ from .. import _autograd, _backend, _check, _library, _measured
 from ..aten import rotary as aten
 from ..reference import rotary as reference
 
-COMPILED = ("cpu", "triton")
-
 
 @dataclass(frozen=True)
 class Call:
@@ -40,19 +38,16 @@ class Call:
     trains_angles: bool
 
 
-def _why_not(call: Call, backend: str) -> str | None:
-    angles = "computes no gradients of cos and sin" if call.trains_angles else None
-    return _library.unreachable(call.device, backend) or angles or _library.missing("rotary", backend)
+def _cpu(call: Call) -> str | None:
+    return "computes no gradients of cos and sin" if call.trains_angles else None
 
 
 def _triton(call: Call) -> str | None:
-    return "has no float64 kernels" if call.dtype == torch.float64 else _why_not(call, "triton")
+    return _backend.no_float64(call) or _cpu(call)
 
 
-SUPPORT = {
-    "reference": lambda call: None, "aten": lambda call: None, "cpu": lambda call: _why_not(call, "cpu"),
-    "triton": _triton,
-}  # fmt: skip
+KERNELS = {"cpu": _cpu, "triton": _triton}
+SUPPORT = _backend.support("rotary", KERNELS)
 
 
 def prefer(call: Call) -> tuple[str, ...]:
@@ -115,13 +110,13 @@ FWD = _library.declare(
     "rotary_fwd",
     "(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor y",
     lambda x, cos, sin, interleaved: torch.empty_like(x),
-    COMPILED,
+    KERNELS,
 )
 BWD = _library.declare(
     "rotary_bwd",
     "(Tensor dy, Tensor cos, Tensor sin, bool interleaved) -> Tensor dx",
     lambda dy, cos, sin, interleaved: torch.empty_like(dy),
-    COMPILED,
+    KERNELS,
 )
 _apply = _autograd.differentiate(FWD, BWD)
 

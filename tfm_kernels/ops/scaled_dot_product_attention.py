@@ -12,7 +12,7 @@ from .._autocast import as_autocast
 from .._backend import Choices, Op, register, select
 from .._library import signature
 from ..mask import Mask
-from .attention import PREFER, SUPPORT, run, stand_in
+from .attention import SUPPORT, prefer, run, stand_in
 from .attention_call import AttentionCall, bucket, check_device, checked_call, describe_dense
 
 _NAME = "scaled_dot_product_attention"
@@ -112,7 +112,7 @@ def _mask(attn_mask: Tensor, query: Tensor, key: Tensor, leading: torch.Size, en
     return attn_mask.reshape(math.prod(leading[:-1]), leading[-1], *attn_mask.shape[-2:])
 
 
-_OP = register(Op(_NAME, SUPPORT, PREFER, describe, bucket, stand_in))
+_OP = register(Op(_NAME, SUPPORT, prefer, describe, bucket, stand_in))
 _CHOICES = Choices()
 
 
