@@ -85,10 +85,10 @@ def _reason(op: _backend.Op, backend: str, call: Any) -> str | None:
 
 def _on_gpu(call: Any) -> Any:
     """The call as if its tensors were on a GPU; there need be none."""
-    if hasattr(call, "device"):
+    if not hasattr(call, "query"):
         return replace(call, device="cuda")
-    with FakeTensorMode():
-        return call._replace(query=torch.empty(call.query.shape, dtype=call.query.dtype, device="cuda"))
+    with FakeTensorMode():  # a call of attention holds the tensors themselves
+        return call._replace(query=torch.empty(call.query.shape, dtype=call.dtype, device="cuda"))
 
 
 def _note(note: str, notes: list[str]) -> int:
@@ -121,8 +121,14 @@ def _probes(op: str) -> dict[str, dict[str, Any]]:
     if op == "int8_ffn":
         weight, steps = torch.zeros(8, 8, dtype=torch.int8), torch.ones(8)
         plain = {"x": x, "w1": weight, "scale1": steps, "b1": None, "w2": weight, "scale2": steps, "b2": None}
+        plain["dynamic"] = True
         gate = {**plain, "gate": weight, "gate_scale": steps, "activation": "silu"}
-        return {"": plain, "with a gate": gate, "with gradients": {**plain, "x": torch.zeros(2, 8, requires_grad=True)}}
+        probes = {
+            "": plain,
+            "with a gate": gate,
+            "with gradients": {**plain, "x": torch.zeros(2, 8, requires_grad=True)},
+        }
+        return {**probes, "`dynamic=False`": {**plain, "dynamic": False}}
     if op == "int8_linear":
         plain = {"x": x, "weight": torch.zeros(4, 8, dtype=torch.int8), "scale": torch.ones(4)}
         return {"": plain, "with gradients": {**plain, "x": torch.zeros(2, 8, requires_grad=True)}}

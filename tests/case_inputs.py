@@ -239,7 +239,7 @@ def int8_ffn(op, levels, g, device):
         inputs[name] = put(draw("randn", (size,), dtype, g)) if levels[name] else None
     if levels["gate"]:
         inputs["gate"], inputs["gate_scale"] = weight(f, e)
-    return inputs
+    return {**inputs, "dynamic": True}
 
 
 BUILD = {

@@ -82,7 +82,8 @@ def _inputs(device: str, dtype: torch.dtype, rows: int, sizes: tuple[int, int, i
         return integers.to(device), ((0.5 + torch.rand(out, generator=g)) / (74 * width**0.5)).to(device)
 
     vector = lambda *shape: torch.randn(*shape, generator=g).to(dtype).to(device)  # noqa: E731
-    given: dict[str, Any] = {"x": vector(rows, e), "b1": vector(f), "b2": vector(eo), **options}
+    biases = {"b1": vector(f), "b2": vector(eo)}
+    given: dict[str, Any] = {"x": vector(rows, e), **biases, "dynamic": True, **options}
     (given["w1"], given["scale1"]), (given["w2"], given["scale2"]) = weight(f, e), weight(eo, f)
     if options.get("activation") == "silu":
         given["gate"], given["gate_scale"] = weight(f, e)

@@ -95,7 +95,7 @@ def integers(x, weight):
 def integer_block(x, weight):
     w1, w2 = weight.new_empty(48, 16, dtype=torch.int8), weight.new_empty(16, 48, dtype=torch.int8)
     scale1, scale2 = (weight.new_empty(size, dtype=torch.float32) for size in (48, 16))
-    options = {"activation": "silu", "gate": w1 * 2, "gate_scale": scale1, "backend": "triton"}
+    options = {"activation": "silu", "gate": w1 * 2, "gate_scale": scale1, "dynamic": True, "backend": "triton"}
     return ops.int8_ffn(x, w1, scale1, None, w2, scale2, weight, **options)
 
 

@@ -117,7 +117,7 @@ CALLS = {
     "rms_norm": lambda x: tfk.ops.rms_norm(x),
     "ffn": lambda x: tfk.ops.ffn(x, MATRIX, None, MATRIX, None, activation="gelu"),
     "linear": lambda x: tfk.ops.linear(x, MATRIX),
-    "int8_ffn": lambda x: tfk.ops.int8_ffn(x, *INT8, None, *INT8, None, activation="silu"),
+    "int8_ffn": lambda x: tfk.ops.int8_ffn(x, *INT8, None, *INT8, None, activation="silu", dynamic=True),
     "int8_linear dynamic": lambda x: tfk.ops.int8_linear(x, *INT8, dynamic=True),
     "int8_linear": lambda x: tfk.ops.int8_linear(x, MATRIX.clamp(-1, 1).mul(127).to(torch.int8), torch.ones(16)),
     "dropout before a norm": lambda x: tfk.ops.add_layer_norm(x, x.flip(0), dropout_p=0.5, seed=torch.tensor(3))[0],

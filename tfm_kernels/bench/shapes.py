@@ -107,7 +107,7 @@ class Ffn(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Ffn(Ffn):
-    """The same with weights of int8, without gradients."""
+    """The same with weights and rows of int8, without gradients."""
 
     op: str = "int8_ffn"
     passes: tuple[str, ...] = ("infer",)

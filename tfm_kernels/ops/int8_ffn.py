@@ -59,7 +59,9 @@ def prefer(call: Call) -> tuple[str, ...]:
     return _backend.cpu_first(call.device)
 
 
-def describe(x, w1, scale1, b1, w2, scale2, b2, *, activation="relu", gate=None, gate_scale=None, dynamic=True) -> Call:
+def describe(
+    x, w1, scale1, b1, w2, scale2, b2, *, activation="relu", gate=None, gate_scale=None, dynamic=False
+) -> Call:
     """Checks the arguments of int8_ffn()."""
     weights = {"w1": w1, "scale1": scale1, "w2": w2, "scale2": scale2}
     optional = {"b1": b1, "b2": b2, "gate": gate, "gate_scale": gate_scale}
@@ -149,7 +151,7 @@ def int8_ffn(
     activation: str = "relu",
     gate: Tensor | None = None,
     gate_scale: Tensor | None = None,
-    dynamic: bool = True,
+    dynamic: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Runs each row of ``x`` through linear, activation, optional gate and linear, with weights of int8.
@@ -167,8 +169,8 @@ def int8_ffn(
         activation: "relu" | "gelu" (by erf) | "gelu_tanh" | "silu".
         gate: (F, E), int8, of the gated family: its product multiplies the activation. None for no gate.
         gate_scale: (F,), float32, with a gate.
-        dynamic: rounds rows of x and of the hidden activation to int8. False multiplies them as they are: for a few
-            rows, where the weights' way from memory is the cost.
+        dynamic: rounds rows of x and of the hidden activation to int8, for products of integers. False multiplies
+            them as they are: for a few rows, where the weights' way from memory is the cost.
         backend: "reference" | "aten" | "cpu" | "triton", or None to choose automatically.
 
     Returns:
@@ -178,7 +180,7 @@ def int8_ffn(
         TypeError: an argument is of the wrong kind.
         ValueError: shapes, dtypes or devices disagree (the message names argument, expected, got).
         BackendError: ``backend`` was named and cannot run this call; "cpu" and "triton" compute no gradients, "triton"
-            rounds rows always.
+            has kernels for ``dynamic`` alone.
 
     Numerics: the hidden activation is float32 (float64 for float64), y is rounded once. Deterministic. Where
         ``dynamic`` the products are exact, the hidden activation's last bit may decide an integer, and a row that holds

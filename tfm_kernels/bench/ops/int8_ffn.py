@@ -21,7 +21,7 @@ def arguments(case: Int8Ffn, dtype: str, device: str = "cpu") -> dict[str, Any]:
         integers = draw(out, width, scale=40.0).round().clamp(-127, 127).to(torch.int8)
         return integers, torch.full((out,), width**-0.5 / 40, device=device)
 
-    given: dict[str, Any] = {"x": draw(case.rows, case.width), "activation": case.activation}
+    given: dict[str, Any] = {"x": draw(case.rows, case.width), "activation": case.activation, "dynamic": True}
     given["w1"], given["scale1"] = weight(case.hidden, case.width)
     given["w2"], given["scale2"] = weight(case.width, case.hidden)
     given["b1"], given["b2"] = draw(case.hidden, scale=0.1), draw(case.width, scale=0.1)
