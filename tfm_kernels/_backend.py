@@ -312,7 +312,7 @@ def use_backend(name: str | None) -> Iterator[None]:
 
     Example:
         >>> with use_backend("reference"):
-        ...     y = tfm_kernels.ops.layer_norm(x)
+        ...     y = tfk.ops.layer_norm(torch.randn(2, 8))
     """
     global _forced
     if name is not None and name not in BACKENDS:
@@ -348,7 +348,14 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
         BackendError: use_backend() asks for a backend that cannot run the call.
 
     Example:
-        >>> print(explain("layer_norm", torch.randn(2, 8)))
+        >>> print(explain("rms_norm", torch.randn(2, 8)))
+        rms_norm
+          reference can
+          aten      can
+          cpu       can
+          triton    cannot: needs a CUDA tensor, got cpu
+          cuda      cannot: needs a CUDA tensor, got cpu
+          -> cpu (automatic choice)
     """
     if op not in OPS:
         raise ValueError(

@@ -45,7 +45,9 @@ def doctor() -> str:
         asking torch for its name.
 
     Example:
-        >>> print(tfm_kernels.doctor())
+        >>> print(doctor())
+        tfm_kernels ...
+          good  CPU kernels  built for torch ...
     """
     findings = examine()
     lines = [_title()]

@@ -45,7 +45,8 @@ def write_heat_maps(
         TypeError, ValueError: maps are no maps, differ in size or number of heads, or labels do not fit them.
 
     Example:
-        >>> maps = get_attention_maps(model, x, layers="layers.0.*")
+        >>> model = tfk.nn.TransformerEncoder(tfk.nn.TransformerEncoderLayer(8, 2, 32, batch_first=True), 2)
+        >>> maps, words = tfk.get_attention_maps(model, torch.randn(1, 3, 8)), ["to", "be", "or"]
         >>> write_heat_maps("heads.png", maps, query_labels=words, key_labels=words)
     """
     figure = heat_maps_figure(

@@ -115,8 +115,12 @@ def tune(
         (~/.cache/tfm_kernels/tuned.json); ``python -m tfm_kernels tune --forget`` deletes it.
 
     Example:
+        >>> model = tfk.nn.TransformerEncoderLayer(8, 2, 32, batch_first=True).eval()
         >>> with torch.no_grad():
-        ...     print(tfm_kernels.tune(model.eval(), {"input_ids": ids, "attention_mask": mask}).table())
+        ...     print(tune(model, torch.randn(2, 5, 8)).table())
+        attention float32 sequences=2 ...
+            ...
+        3 measured, ...
     """
     if _backend.forced() is not None:
         raise ValueError(f"tune: use_backend({_backend.forced()!r}) leaves nothing to choose; call tune() outside it")

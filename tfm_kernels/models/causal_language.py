@@ -46,7 +46,7 @@ class CausalLanguageModel(LanguageModel):
     Source: Radford et al. 2018, "Improving language understanding by generative pre-training", section 3.1.
 
     Example:
-        >>> model = CausalLanguageModel(CausalLanguageConfig(100, 2, d_model=16, nhead=2))
+        >>> model = CausalLanguageModel(tfk.models.CausalLanguageConfig(100, 2, d_model=16, nhead=2))
         >>> model(torch.randint(1, 100, (2, 7))).shape
         torch.Size([2, 7, 100])
     """

@@ -79,7 +79,7 @@ class TransformerClassifier(nn.Module):
         TypeError, ValueError: ids are no (B, T) integers in the vocabulary, or longer than max_length.
 
     Example:
-        >>> model = TransformerClassifier(ClassifierConfig(100, 2, num_layers=2, d_model=16, nhead=2))
+        >>> model = TransformerClassifier(tfk.models.ClassifierConfig(100, 2, num_layers=2, d_model=16, nhead=2))
         >>> model(torch.randint(1, 100, (3, 7))).shape
         torch.Size([3, 2])
     """

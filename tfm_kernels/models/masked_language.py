@@ -47,7 +47,7 @@ class MaskedLanguageModel(LanguageModel):
     Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1; the output is one linear layer.
 
     Example:
-        >>> model = MaskedLanguageModel(MaskedLanguageConfig(100, 2, d_model=16, nhead=2))
+        >>> model = MaskedLanguageModel(tfk.models.MaskedLanguageConfig(100, 2, d_model=16, nhead=2))
         >>> model(torch.randint(1, 100, (2, 7))).shape
         torch.Size([2, 7, 100])
     """

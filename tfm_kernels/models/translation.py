@@ -121,8 +121,7 @@ class TranslationTransformer(TokenModel):
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3; Xiong et al. 2020, arXiv:2002.04745, for pre-LN.
 
     Example:
-        >>> config = TranslationConfig(100, 120, d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=1)
-        >>> model = TranslationTransformer(config)
+        >>> model = TranslationTransformer(tfk.models.TranslationConfig(100, 120, d_model=16, nhead=2))
         >>> model(torch.randint(1, 100, (2, 7)), torch.randint(1, 120, (2, 5))).shape
         torch.Size([2, 5, 120])
     """

@@ -198,7 +198,7 @@ class Int8MultiheadAttention(MultiheadAttention):
         out_proj: Int8Linear (E) -> (E).
 
     Example:
-        >>> attention = Int8MultiheadAttention.from_attention(MultiheadAttention(8, 2, batch_first=True))
+        >>> attention = Int8MultiheadAttention.from_attention(nn.MultiheadAttention(8, 2, batch_first=True))
         >>> x = torch.randn(2, 5, 8)
         >>> attention(x, x, x)[0].shape
         torch.Size([2, 5, 8])

@@ -41,8 +41,8 @@ class TransformerEncoder(nn.TransformerEncoder):
         src (T, B, E), (B, T, E) or (T, E), as the layers take it -> the same.
 
     Example:
-        >>> layer = TransformerEncoderLayer(8, 2, 32, batch_first=True)
-        >>> TransformerEncoder(layer, 2, LayerNorm(8))(torch.randn(2, 5, 8)).shape
+        >>> layer = tfk.nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)
+        >>> TransformerEncoder(layer, 2, tfk.nn.LayerNorm(8))(torch.randn(2, 5, 8)).shape
         torch.Size([2, 5, 8])
     """
 
@@ -135,7 +135,7 @@ class TransformerDecoder(nn.TransformerDecoder):
         tgt (Tt, B, E), memory (Ts, B, E) -> (Tt, B, E); B first or without B as the layers take it.
 
     Example:
-        >>> layer = TransformerDecoderLayer(8, 2, 32, batch_first=True)
+        >>> layer = tfk.nn.TransformerDecoderLayer(8, 2, 32, batch_first=True)
         >>> TransformerDecoder(layer, 2)(torch.randn(2, 5, 8), torch.randn(2, 7, 8)).shape
         torch.Size([2, 5, 8])
     """

@@ -83,7 +83,7 @@ def export_onnx(
     Example:
         >>> config = tfk.models.CausalLanguageConfig(100, 1, d_model=16, nhead=2, dim_feedforward=32)
         >>> model = tfk.models.CausalLanguageModel(config)
-        >>> report = tfk.export_onnx(model, folder / "model.onnx", torch.randint(1, 100, (2, 5)))
+        >>> report = tfk.export_onnx(model, "model.onnx", torch.randint(1, 100, (2, 5)))
         >>> print(report.inputs[0], "->", report.outputs[0])
         ids int64 (batch, sequence) -> output float32 (batch, sequence, 100)
     """

@@ -313,7 +313,7 @@ def attention(
 
     Example:
         >>> q = k = v = torch.randn(2, 4, 10, 16)
-        >>> attention(q, k, v, Mask.causal()).shape
+        >>> attention(q, k, v, tfk.Mask.causal()).shape
         torch.Size([2, 4, 10, 16])
     """
     options = scale, dropout_p, return_lse, deterministic

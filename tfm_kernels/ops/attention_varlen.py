@@ -160,7 +160,7 @@ def attention_varlen(
     Example:
         >>> q = k = v = torch.randn(7, 4, 16)
         >>> ends = torch.tensor([0, 3, 7])
-        >>> attention_varlen(q, k, v, ends, ends, 4, 4, Mask.causal()).shape
+        >>> attention_varlen(q, k, v, ends, ends, 4, 4, tfk.Mask.causal()).shape
         torch.Size([7, 4, 16])
     """
     ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)

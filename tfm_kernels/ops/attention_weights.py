@@ -61,7 +61,7 @@ def attention_weights(
 
     Example:
         >>> q = k = v = torch.randn(2, 4, 10, 16)
-        >>> out, lse = attention(q, k, v, return_lse=True)
+        >>> out, lse = tfk.ops.attention(q, k, v, return_lse=True)
         >>> attention_weights(q, k, lse, rows=[9], average=True).shape
         torch.Size([2, 1, 10])
     """

@@ -97,7 +97,7 @@ def declare_attention(
             given where there is more than one input.
 
     Example:
-        >>> tfk.patching.declare_attention(  # nanoGPT's
+        >>> recipe = tfk.patching.declare_attention(  # nanoGPT's
         ...     CausalSelfAttention, qkv="c_attn", out="c_proj", heads="n_head", causal=True, dropout="dropout",
         ...     out_dropout="resid_dropout",
         ... )

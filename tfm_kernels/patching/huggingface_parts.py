@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,20 +13,26 @@ from . import block
 from .guard import CONV1D
 from .known import Known
 from .registry import Recipe, register_recipe
-from .swap import fell_back, options
+from .swap import fell_back, first_parameter, options
 
 
 def register_unary(name: str, what: str, known: Known, run: Any) -> None:
     """A recipe for modules whose forward takes one tensor; ``run`` may give part of a sentence where it will not."""
 
     def fuse(original: Any) -> type:
+        first = first_parameter(original)
+
         class Fused(original):
-            def forward(self, hidden_states: Tensor) -> Tensor:
-                result = known.why_not(self) or run(self, hidden_states)
+            @functools.wraps(original.forward)
+            def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+                x = args[0] if args else kwargs.get(first)
+                if x is None or len(args) + len(kwargs) > 1:
+                    return super().forward(*args, **kwargs)  # which says what is wrong
+                result = known.why_not(self) or run(self, x)
                 if not isinstance(result, str):
                     return result
                 fell_back(self, result)
-                return super().forward(hidden_states)
+                return super().forward(x)
 
         return Fused
 

@@ -72,8 +72,9 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
             of no module of its class yet; where it was true of one, others are left as they are.
 
     Example:
+        >>> model = nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)
         >>> with tfk.patch(model) as report:
-        ...     y = model(x)
+        ...     y = model(torch.randn(2, 5, 8))
     """
     _check(model, packed, freeze, backend)
     tell_torch()

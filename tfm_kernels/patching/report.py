@@ -42,10 +42,16 @@ class PatchReport:
         notes: what holds for the model as a whole.
 
     Example:
+        >>> model = nn.Sequential(nn.LayerNorm(8), nn.Tanh())
         >>> with tfk.patch(model) as report:
         ...     print(report)
-        ...     y = model(x)
-        >>> print(report.fallbacks)   # empty where every fused module served every call
+        ...     y = model(torch.randn(2, 8))
+        1 of 3 modules replaced
+        (the model)    Sequential  kept      because it holds nothing to fuse
+        0              LayerNorm   replaced  layer_norm
+        1              Tanh        kept      because it holds nothing to fuse
+        >>> print(report.fallbacks)  # empty where every fused module served every call
+        {}
     """
 
     def __init__(

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -101,6 +102,11 @@ def _unannounced(original: Any) -> Iterator[None]:
             del original.__init_subclass__
         else:
             original.__init_subclass__ = own
+
+
+def first_parameter(cls: Any) -> str:
+    """The name of the first argument of its forward, under which a call may give it."""
+    return list(signature(cls.forward).parameters)[1]  # after self
 
 
 def original_class(module: nn.Module) -> type:

@@ -5,6 +5,7 @@ A Linear that no block runs takes the product that suits its rows: in decoding, 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,12 +23,15 @@ def _same(original: type) -> type:
 
 def _nested(original: Any) -> type:
     """Nested tensors, which a torch.nn.TransformerEncoder in other hands may pass on, keep torch's own code."""
+    first = swap.first_parameter(original)
 
     class Fused(getattr(fused, original.__name__)):  # type: ignore[misc]
-        def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if query.is_nested:
-                return original.forward(self, query, *args, **kwargs)
-            return super().forward(query, *args, **kwargs)
+        @functools.wraps(original.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            given = args[0] if args else kwargs.get(first)
+            if isinstance(given, Tensor) and given.is_nested:
+                return original.forward(self, *args, **kwargs)
+            return super().forward(*args, **kwargs)
 
     return Fused
 

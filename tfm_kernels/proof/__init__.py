@@ -84,7 +84,10 @@ def prove(
     two or three of the patched model, and as much for the modules; six times more where gradients alone fail.
 
     Example:
-        >>> report = prove(model, {"input_ids": ids, "attention_mask": mask}, dtype=torch.bfloat16)
+        >>> model = nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)
+        >>> padding = torch.arange(5) >= torch.tensor([[5], [3]])
+        >>> inputs = {"src": torch.randn(2, 5, 8), "src_key_padding_mask": padding}
+        >>> report = prove(model, inputs, dtype=torch.bfloat16)
         >>> assert report.passed, report.table()
     """
     return prove_patched(model, inputs, loss_fn=loss_fn, dtype=dtype, count=steps, limit=limit)

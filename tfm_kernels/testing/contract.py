@@ -118,6 +118,9 @@ def assert_contract(
     Example:
         >>> x = torch.randn(4, 256, dtype=torch.bfloat16)
         >>> print(assert_contract("layer_norm", {"x": x}, "cpu"))
+        layer_norm [cpu] x bfloat16[4, 256]
+          tensor               C1         C2         C6
+          y                   ...
     """
     return contract_report(op, inputs, backend, douts=douts, backward=backward, tame=tame, slack=slack).raise_broken()
 

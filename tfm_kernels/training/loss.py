@@ -22,8 +22,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float = 0.0) ->
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
 
     Example:
-        >>> float(cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 3, IGNORED]])) / math.log(4))
-        2.0
+        >>> cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 3, -100]])) / torch.tensor(4.0).log()
+        tensor(2.)
     """
     flat = logits.reshape(-1, logits.shape[-1])
     flat = flat if flat.dtype.itemsize >= 4 else flat.float()

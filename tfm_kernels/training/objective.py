@@ -32,7 +32,7 @@ class Objective(nn.Module):
         backend: of ops.linear_cross_entropy: "reference" | "aten" | "cpu", or None to choose automatically.
 
     Example:
-        >>> model = CausalLanguageModel(CausalLanguageConfig(100, 2, d_model=16, nhead=2))
+        >>> model = tfk.models.CausalLanguageModel(tfk.models.CausalLanguageConfig(100, 2, d_model=16, nhead=2))
         >>> ids = torch.randint(1, 100, (2, 8))
         >>> Objective(model)((ids[:, :-1],), ids[:, 1:]).shape
         torch.Size([])
