@@ -26,8 +26,14 @@ class FeedForward(nn.Module):
 
 class Tells(FeedForward):
     def forward(self, x):
-        self.held(float(x.detach().abs().mean()))
+        for tell in self.held if isinstance(self.held, list) else [self.held]:
+            tell(float(x.detach().abs().mean()))
         return super().forward(x)
+
+
+class Asks(FeedForward):
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x), **self.held()))
 
 
 class Drops(FeedForward):
@@ -49,6 +55,11 @@ class Caches(FeedForward):
     def forward(self, x):
         self.norms.append(float(x.detach().norm()))
         return super().forward(x)
+
+
+class CachesInTraining(Caches):
+    def forward(self, x):
+        return super().forward(x) if self.training else FeedForward.forward(self, x)
 
 
 class Reads(FeedForward):
@@ -80,7 +91,18 @@ class NotesItsMode(FeedForward):
         return super().train(mode)
 
 
-for cls in (Tells, Drops, Counts, Caches, Reads, CountsInItsClass, NotesInItsClass, NotesItsMode):
+for cls in (
+    Tells,
+    Asks,
+    Drops,
+    Counts,
+    Caches,
+    CachesInTraining,
+    Reads,
+    CountsInItsClass,
+    NotesInItsClass,
+    NotesItsMode,
+):
     tfk.patching.declare_feed_forward(cls, first="a", second="b", activation="gelu")
 
 
@@ -91,16 +113,35 @@ class Monitor:
     def record(self, value):
         self.seen.append(value)
 
+    __call__ = record
+
 
 def _closure(seen):
     return lambda value: seen.append(value)
 
 
+def _closure_of(function):
+    return lambda value: function(value)
+
+
+LOG = []
+
+
+def _note(value):
+    LOG.append(value)
+
+
 CALLABLES = {
-    "a list's append": (lambda monitor: monitor.seen.append, "share parts with it"),
-    "a closure": (lambda monitor: _closure(monitor.seen), "share parts with it"),
+    "a list's append": (lambda monitor: monitor.seen.append, "writes held"),
+    "a closure": (lambda monitor: _closure(monitor.seen), "writes held"),
     "a method": (lambda monitor: monitor.record, "writes held"),
     "a partial": (lambda monitor: functools.partial(Monitor.record, monitor), "writes held"),
+    "a partial of append": (lambda monitor: functools.partial(monitor.seen.append), "writes held"),
+    "append in a list": (lambda monitor: [monitor.seen.append], "writes held"),
+    "a closure in a closure": (lambda monitor: _closure_of(_closure(monitor.seen)), "writes held"),
+    "a default": (lambda monitor: lambda value, seen=monitor.seen: seen.append(value), "writes held"),
+    "an object's closure": (lambda monitor: lambda value: monitor.record(value), "writes held"),
+    "a call by another name": (lambda monitor: monitor.__call__, "writes held"),
 }
 
 
@@ -113,6 +154,24 @@ def test_what_a_callable_notes(name):
     assert why in report.entries[1].note
     model(torch.randn(2, 5, WIDTH))
     assert len(monitor.seen) == 1
+
+
+def test_what_a_function_notes_in_its_file():
+    """Which is no part of the model: its trial notes there too."""
+    model = nn.Sequential(Tells(_note))
+    assert "writes held" in tfk.patch(model).entries[1].note
+    LOG.clear()
+    model(torch.randn(2, 5, WIDTH))
+    assert len(LOG) == 1
+
+
+def test_callables_that_read_alone():
+    options = {"approximate": "none"}
+    for held in (lambda: options, lambda: {**options}, options.copy, functools.partial(dict, options)):
+        model, x = nn.Sequential(Asks(held)), torch.randn(2, 5, WIDTH)
+        wanted = model(x)
+        assert tfk.patch(model).entries[1].note == "feed-forward"
+        torch.testing.assert_close(model(x), wanted)
 
 
 @pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
@@ -136,6 +195,7 @@ def test_counters():
 def test_cached_properties(read_before):
     for cls, note in (
         (Caches, "because its forward writes norms, which the fused one does not"),
+        (CachesInTraining, "because its forward writes norms, which the fused one does not"),
         (Reads, "feed-forward"),
     ):
         model = nn.Sequential(cls())

@@ -6,6 +6,7 @@ import copy
 import functools
 import types
 from contextlib import suppress
+from types import NoneType
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,55 @@ def copied(model: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
             if isinstance(value, types.FunctionType) and value.__closure__:
                 module.__dict__[name] = _rebound(value, parts)
     return new
+
+
+def copied_apart(model: nn.Module, made: dict[int, Any]) -> nn.Module:
+    """``copied``, whose callables hold copies of all that the model's hold, such as a list that one appends to."""
+    new = copy.deepcopy(model, made)
+    for module in new.modules():
+        for name, value in module.__dict__.items():
+            module.__dict__[name] = _apart(value, made)
+    return new
+
+
+def _apart(value: Any, made: dict[int, Any]) -> Any:
+    """``value``, which deepcopy gave, with copies of what the callables in it hold, which deepcopy does not reach."""
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        held = [_apart(each, made) for each in value]
+        if any(new is not old for new, old in zip(held, value, strict=True)):
+            return type(value)(held)
+    elif type(value) is dict:
+        for key, each in value.items():
+            value[key] = _apart(each, made)
+    elif isinstance(value, functools.partial):
+        function = _apart(value.func, made)
+        return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
+    elif isinstance(value, types.BuiltinMethodType) and not isinstance(
+        value.__self__, (types.ModuleType, type, NoneType)
+    ):
+        return getattr(copy.deepcopy(value.__self__, made), value.__name__)
+    elif isinstance(value, types.FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
+        return _function_apart(value, made)
+    return value
+
+
+def _function_apart(function: types.FunctionType, made: dict[int, Any]) -> types.FunctionType:
+    if id(function) in made:
+        return made[id(function)]
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    held = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+    functools.update_wrapper(held, function)
+    made[id(function)] = held  # before its cells, in one of which it may be itself
+    held.__defaults__ = _copy_apart(function.__defaults__, made)
+    held.__kwdefaults__ = _copy_apart(function.__kwdefaults__, made)
+    for old, new in zip(function.__closure__ or (), cells, strict=True):
+        with suppress(ValueError):  # an empty one
+            new.cell_contents = _copy_apart(old.cell_contents, made)
+    return held
+
+
+def _copy_apart(value: Any, made: dict[int, Any]) -> Any:
+    return _apart(copy.deepcopy(value, made), made)
 
 
 def _rebound(function: types.FunctionType, parts: dict[int, Any]) -> types.FunctionType:

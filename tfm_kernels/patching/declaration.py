@@ -115,8 +115,8 @@ def of_one_dtype(inputs: Sequence[Tensor], layers: Iterable[Any]) -> bool:
 
 def _weight(layer: Any) -> Any:
     """A layer's weight, or of a parametrized one what it is computed from."""
-    parametrized = getattr(layer, "_modules", {}).get("parametrizations", ())
-    if "weight" in parametrized:
+    parametrized: Any = guard.direct(layer, "parametrizations") if isinstance(layer, nn.Module) else None
+    if parametrized is not None and "weight" in parametrized:
         return next(parametrized["weight"].parameters(), None)
     return getattr(layer, "weight", None)
 

@@ -55,6 +55,7 @@ def require_pure(
         held.begin()  # what train() itself writes, a fused layer's writes too
         for run in runs:
             attempt(copy, functools.partial(watched, run))
+            held.note_made()
         if any(moved):
             raise LeftAlone("its forward draws numbers of another generator than torch's")
         written = held.written()
@@ -75,6 +76,12 @@ class _Held:
     def begin(self) -> None:
         """Takes what the module holds now for what it held before the runs."""
         self.before = self._look()
+
+    def note_made(self) -> None:
+        """Takes in what a run has computed once: from now on writing into it counts."""
+        if not self.pictures:
+            now = self._look()  # which knows of what is computed once
+            self.before |= {name: now[name] for name in self.once - self.before.keys() if name in now}
 
     def written(self) -> str | None:
         """The name of something that is not as it was, or is no more."""
@@ -156,9 +163,11 @@ def _parts(value: Any) -> Iterator[tuple[Any, ...]]:
     elif isinstance(value, functools.partial):
         yield value.func, value.args, value.keywords
     elif isinstance(value, types.FunctionType):
-        yield value.__defaults__, value.__kwdefaults__
+        yield value.__defaults__, value.__kwdefaults__, value.__dict__
         yield tuple(in_closure(value))
-    elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        yield tuple(each for each in named if not isinstance(each, (types.ModuleType, type)))
+    elif isinstance(value, (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)):
         yield (value.__self__,)
     elif "numpy" in sys.modules:
         yield _numpy_generator(value)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-import types
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import guard
-from .copying import copied, in_closure
+from .copying import copied_apart
 from .declaration import is_dropout
 from .swap import OPTIONS
 
 _WIDE = (torch.float32, torch.float64)
 PLAIN = (bool, int, float, str, type(None))
-_WRITTEN = (list, dict, set, deque, bytearray)  # what a callable notes things in
 OF_TORCH = frozenset(nn.Module().__dict__)  # what every module holds: hooks, which count by themselves, and its mode
 _NOISE = 65537  # numbers, a prime: rows of a parameter differ though they are drawn once
 _patches = 0  # calls of patch() that have begun or ended
@@ -50,7 +48,7 @@ def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     for inner in module.modules():  # what hooks hold may be a whole trainer
         made |= {id(hooks): OrderedDict() for hooks in _hooks(inner)}
     try:
-        copy = copied(module, made)
+        copy = copied_apart(module, made)
     except Exception as error:  # a module may refuse to be copied
         raise LeftAlone(f"its copy could not be tried: {type(error).__name__}: {error}") from error
     if _parts(copy) & _parts(module):
@@ -140,19 +138,10 @@ def _content(tensor: Tensor) -> Any:
 
 
 def _parts(module: nn.Module) -> set[int]:
-    """Ids of modules, parameters and what callables write into, and where buffers and parameters lie in memory."""
+    """Ids of modules and parameters, and where buffers and parameters lie in memory."""
     tensors = [*module.parameters(), *module.buffers()]
     places = (each.untyped_storage().data_ptr() for each in tensors if each.layout == torch.strided)
-    attributes = (value for inner in module.modules() for key, value in inner.__dict__.items() if key not in OF_TORCH)
-    written = (id(each) for value in attributes for each in _reached(value) if isinstance(each, _WRITTEN))
-    return {*map(id, module.modules()), *map(id, tensors), *filter(None, places), *written}
-
-
-def _reached(value: Any) -> list[Any]:
-    """What a callable has at hand that no copy of it would have of its own."""
-    if isinstance(value, types.BuiltinMethodType):
-        return [value.__self__]
-    return in_closure(value) if isinstance(value, types.FunctionType) else []
+    return {*map(id, module.modules()), *map(id, tensors), *filter(None, places)}
 
 
 def attempt(
