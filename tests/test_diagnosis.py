@@ -178,6 +178,7 @@ def test_it_works_where_nothing_is_built(tmp_path):
 
 
 def test_a_checkout_hides_the_installed_package(built, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tfm_kernels").mkdir()
     (tmp_path / "tfm_kernels" / "_C.so").touch()
 
@@ -193,5 +194,8 @@ def test_a_checkout_hides_the_installed_package(built, monkeypatch, tmp_path):
     assert "hides" not in tfk.doctor(), "here there are kernels too"
     built(None, missing="the C++ extension was not built; run x")
     said = tfk.doctor()
-    assert f"this folder's source hides the installed package in {tmp_path / 'tfm_kernels'}" in said
-    assert said.endswith("Run first: cd /")
+    hides = f"the source in {diagnosis.PACKAGE} hides the installed package in {tmp_path / 'tfm_kernels'}"
+    assert f"{hides}: take {ROOT} off the path" in said and said.endswith("Run first: unset PYTHONPATH")
+    monkeypatch.chdir(ROOT)
+    said = tfk.doctor()
+    assert f"{hides}: run from another folder" in said and said.endswith("Run first: cd /")

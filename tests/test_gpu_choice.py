@@ -188,3 +188,12 @@ def test_a_gate_with_a_bias_is_told(gpu):
     told = "not proven on a GPU where the gate has a bias; name it explicitly"
     assert told in said[0] or "cannot: triton is not installed" in said[0]
     assert told not in said[1]
+
+
+def test_what_no_gpu_has_proven_is_not_chosen(gpu, monkeypatch):
+    """Not where PyTorch's own functions cannot do it either."""
+    gpu()
+    monkeypatch.setattr(_library, "missing", lambda *which: None)
+    (x,), options = norm(16, 16384, train=True)[1], {"eps": 0.0, "eps_outside": 1e-6}
+    assert _backend.chosen("layer_norm", x, **options) == "reference"
+    assert _backend.chosen("layer_norm", x.detach(), **options) == "triton"

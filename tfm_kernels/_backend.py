@@ -142,7 +142,7 @@ def select(op: Op, call: Any, backend: str | None) -> str:
     if _library.exporting() and torch.onnx.is_in_onnx_export():  # which knows PyTorch's own operators alone
         order = tuple(dict.fromkeys(("aten", "reference", *order)))
     for name in order:
-        if op.support[name](call) is None:
+        if op.support[name](call) is None and op.proven(name, call):
             return name
     raise BackendError(f"{op.name}: no backend can run this call:\n{_reasons(op, call)}")
 

@@ -84,8 +84,10 @@ def _cpu_kernels() -> Finding:
     if extension is None:
         reason, hidden = _library.cpu_missing, _hidden_by_source()
         if "not built" in reason and hidden is not None:
-            text = f"this folder's source hides the installed package in {hidden}: run from another folder"
-            return Finding("CPU kernels", "fault", text, "cd /")
+            here = PACKAGE.parent == Path.cwd().resolve()
+            way = "run from another folder" if here else f"take {PACKAGE.parent} off the path that Python searches"
+            text = f"the source in {PACKAGE} hides the installed package in {hidden}: {way}"
+            return Finding("CPU kernels", "fault", text, "cd /" if here else "unset PYTHONPATH")
         return Finding("CPU kernels", "fault", _why_not_built(reason), rebuild_command())
     info = extension.build_info()
     text = (

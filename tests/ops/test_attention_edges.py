@@ -98,3 +98,15 @@ def test_scales_whose_scores_are_infinite_are_refused():
                 ops.attention(q, q, q, scale=scale)
         ops.attention(q, q, q, scale=2.0**126)
     assert ops.attention(q.double(), q.double(), q.double(), scale=1e39).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "aten"])
+def test_a_bias_beside_a_mask_of_the_least_number_learns(backend):
+    """In rows where it hides every key too: they weigh all alike, as in the formula."""
+    q, k, v = (randn(2, 2, 5, 8, seed=seed, dtype=torch.float64) for seed in range(3))
+    bias, dout = randn(2, 2, 1, 5, seed=3, dtype=torch.float64).requires_grad_(), randn(2, 2, 5, 8, seed=4).double()
+    mask = torch.zeros(2, 1, 5, 5, dtype=torch.float64)
+    mask[0, 0, :2] = mask[0, 0, 2:, 0] = torch.finfo(mask.dtype).min
+    (wanted,) = torch.autograd.grad(((q @ k.mT * 8**-0.5 + bias + mask).softmax(-1) @ v), bias, dout)
+    (got,) = torch.autograd.grad(ops.attention(q, k, v, mask, bias=bias, backend=backend), bias, dout)
+    assert_same_in_float64(got, wanted)

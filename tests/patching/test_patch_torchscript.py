@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
+from tests.patching import attentions
 
 WIDTH = 32
 
@@ -76,3 +77,34 @@ def test_a_whole_model():
     report = tfk.patch(model)
     assert not any(entry.replaced for entry in report.entries)
     assert model(torch.randn(4, WIDTH)).shape == (4, WIDTH)
+
+
+def test_a_layer_whose_attention_is_compiled():
+    """PyTorch's own compiled attention cannot be called without weights, as a fused layer calls it."""
+    for cls in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+        layer = cls(WIDTH, 4, 64, batch_first=True)
+        layer.self_attn = _compiled(layer.self_attn)
+        model = nn.ModuleDict({"layer": layer.eval()})
+        report = tfk.patch(model)
+        told = {entry.name: entry.note for entry in report.entries}
+        assert told["layer"] == "because TorchScript has compiled its self_attn", cls
+    with torch.no_grad():
+        assert model["layer"].norm1(torch.randn(2, 5, WIDTH)).shape == (2, 5, WIDTH)
+
+
+def test_a_projection_of_declared_attention():
+    class Attention(attentions.CausalSelfAttention):
+        pass
+
+    tfk.patching.declare_attention(Attention, **attentions.NANO)
+    model = Attention().eval()
+    model.c_proj = _compiled(model.c_proj)
+    stock, x = copy.deepcopy(model), torch.randn(2, 5, 16)
+    assert tfk.patch(model).entries[0].replaced
+    torch.testing.assert_close(model(x), stock(x))
+
+
+def test_prove_says_what_it_cannot_follow():
+    model = nn.Sequential(_compiled(nn.Linear(WIDTH, WIDTH)), nn.LayerNorm(WIDTH))
+    with pytest.raises(ValueError, match="prove: TorchScript has compiled 0, which cannot be followed in float64"):
+        tfk.prove(model, torch.randn(2, WIDTH))

@@ -268,7 +268,10 @@ def bias_sum(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """
     total = a.to(torch.promote_types(dtype, torch.float32)) + b
     limit = torch.finfo(total.dtype).max
-    total = torch.where(a.isfinite() & b.isfinite(), total.clamp(-limit, limit), total)
+    overflows = a.isfinite() & b.isfinite() & total.isinf()
+    total = torch.where(
+        overflows, total.detach().clamp(-limit, limit), total
+    )  # clamp has no one gradient at its bounds
     return total.masked_fill((a == -torch.inf) | (b == -torch.inf), -torch.inf)
 
 

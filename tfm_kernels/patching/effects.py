@@ -36,7 +36,7 @@ def require_pure(
     """Checks that the runs, in training and in evaluation mode, write nothing and draw by torch's generators alone.
 
     What the children that are ``called`` write is theirs, but for their parameters. With ``pictures`` attributes may be
-    written, and buffers that grow.
+    written, not what callables and generators in them hold, and buffers that grow.
 
     Raises:
         LeftAlone: one of them writes into the module, or draws random numbers from another generator.
@@ -71,6 +71,8 @@ class _Held:
         self.alive: list[Any] = []  # whatever has been seen, lest another get its id
         self.seen: set[int] = set()  # in the attribute that is being looked at
         self.once: set[str] = set()  # what is computed once from the rest, when it is first read
+        self.exact: set[str] = set()  # what may not be written at all, pictures or not
+        self.into_modules = True
         self.before: dict[str, Any] = {}
 
     def begin(self) -> None:
@@ -86,10 +88,11 @@ class _Held:
     def written(self) -> str | None:
         """The name of something that is not as it was, or is no more."""
         after = self._look()
-        if self.pictures:
-            return next((name for name, now in after.items() if _rewritten(self.before.get(name), now)), None)
         names = (name for name in {**after, **self.before} if name in self.before or name not in self.once)
-        return next((name for name in names if self.before.get(name) != after.get(name)), None)
+        return next((name for name in names if self._differs(name, self.before.get(name), after.get(name))), None)
+
+    def _differs(self, name: str, before: Any, now: Any) -> bool:
+        return _rewritten(before, now) if self.pictures and name not in self.exact else before != now
 
     def _look(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -98,17 +101,20 @@ class _Held:
             held = dict(inner._parameters)
             if inner not in self.apart:
                 held |= inner._buffers
-                own = {} if self.pictures or isinstance(inner, torch.jit.ScriptModule) else inner.__dict__
+                own = {} if isinstance(inner, torch.jit.ScriptModule) else inner.__dict__
                 own = {key: each for key, each in own.items() if key not in OF_TORCH}
-                found |= {prefix + key: self._known_by(each) for key, each in own.items()}
+                if self.pictures:
+                    own = {key: each for key, each in own.items() if callable(each) or _is_generator(each)}
+                    self.exact |= {prefix + key for key in own}
+                found |= {prefix + key: self._known_by(each, modules=not self.pictures) for key, each in own.items()}
                 self.once |= {prefix + key for key in own if _is_computed_once(inner, key)}
                 shared = {} if self.pictures else _of_classes(inner)
-                found |= {key: self._known_by(each) for key, each in shared.items() if key not in found}
+                found |= {key: self._known_by(each, modules=False) for key, each in shared.items() if key not in found}
             found |= {prefix + key: self._known_by(each) for key, each in held.items() if each is not None}
         return found
 
-    def _known_by(self, value: Any) -> Any:
-        self.seen = set()
+    def _known_by(self, value: Any, *, modules: bool = True) -> Any:
+        self.seen, self.into_modules = set(), modules
         return self._state(value, _DEEP)
 
     def _state(self, value: Any, depth: int) -> Any:
@@ -118,6 +124,8 @@ class _Held:
                 return value if type(value) in _VALUES and value == value else repr(value)
         self.alive.append(value)
         known = tuple if type(value) is tuple else id(value)
+        if isinstance(value, nn.Module) and not self.into_modules:
+            return known
         if id(value) in self.seen or len(self.seen) > _MANY or depth == 0:
             return known
         self.seen.add(id(value))
@@ -208,6 +216,10 @@ def _numpy_generator(value: Any) -> tuple[Any, ...]:
     if isinstance(value, drawn.RandomState):
         return (repr(value.get_state(legacy=False)),)
     return (repr(value.bit_generator.state),) if isinstance(value, drawn.Generator) else ()
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, random.Random) or ("numpy" in sys.modules and bool(_numpy_generator(value)))
 
 
 def _generators() -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import nn as fused
@@ -64,12 +65,18 @@ def _linear(original: Any) -> type:
     return Fused
 
 
+_ATTENTION = ("self_attn", "multihead_attn")
+
+
 def _itself(module: nn.Module) -> list[nn.Module]:
     return [module]
 
 
 def _register(cls: type, what: str, fuse: Any = _same, covers: tuple[str, ...] = (), **more: Any) -> None:
-    def recognise(module: nn.Module) -> bool:
+    def recognise(module: nn.Module) -> bool | str:
+        compiled = (name for name in _ATTENTION if isinstance(module._modules.get(name), torch.jit.ScriptModule))
+        if type(module) is cls and (name := next(compiled, None)) is not None:
+            return f"TorchScript has compiled its {name}"  # which it could not call without weights
         return type(module) is cls
 
     def inside(module: nn.Module) -> list[nn.Module]:
