@@ -90,6 +90,22 @@ def test_rows_of_any_length_scatter_without_a_false_alarm(columns):
         assert [row for row in found if row.rule == "row" and row.passed], found
 
 
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-8)], ids=str)
+def test_errors_that_are_not_rounding_fail(dtype, unit):
+    """3 times PyTorch's in float32, of which twice are allowed; 1.4 times in 16 bits, of which 1.05 are."""
+    generator = torch.Generator().manual_seed(0)
+    truth, noise, other = torch.randn(3, 400, 300, generator=generator, dtype=torch.float64)
+    many, few = (3.0, 1.8) if dtype == torch.float32 else (1.4, 1.0)
+    assert "size" in judged(truth, noise * unit, truth + many * other * unit, dtype)
+    assert judged(truth, noise * unit, truth + few * other * unit, dtype) == set()
+
+
+def test_float64_is_exact_to_its_roundings():
+    truth = torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert "size" in judged(truth, 0.0 * truth, truth * (1.0 + 1e-9), torch.float64)
+    assert judged(truth, 0.0 * truth, truth * (1.0 + 1e-15), torch.float64) == set()
+
+
 def test_rows_that_are_zero_or_exact():
     truth = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = torch.zeros(6, 8, dtype=torch.float64)

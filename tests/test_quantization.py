@@ -227,6 +227,26 @@ def test_what_is_kept_says_why():
     assert "adapter  Adapter  kept because its class" in str(report)
 
 
+def test_names_that_begin_alike_are_not_below():
+    report = tfk.quantize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(11))), skip=["1"])
+    assert len(report.quantized) == 10
+
+
+def test_what_the_new_layers_take_over():
+    """The mode of each, and the backend."""
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8)).eval()
+    tfk.quantize(model, backend="reference")
+    assert not any(module.training for module in model.modules())
+    assert [layer.backend for layer in (model[0].in_proj, model[0].out_proj, model[1])] == ["reference"] * 3
+
+
+def test_weights_that_are_no_floats_are_kept():
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))
+    (entry,) = tfk.quantize(nn.Sequential(layer)).entries
+    assert entry.note == "its weights are not floating"
+
+
 def test_a_layer_in_two_places_stays_one():
     shared = nn.Linear(8, 8)
     model = nn.ModuleList([shared, nn.ReLU(), shared])

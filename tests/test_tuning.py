@@ -195,6 +195,13 @@ def test_a_gates_bias_is_measured_by_itself():
     )
 
 
+def test_what_tells_buckets_and_settings_apart():
+    q, k, v = heads()
+    assert _measured._setting("cpu", 1) != _measured._setting("cpu", 2)
+    buckets = {_backend.bucket(*described("attention", q, k, v, dropout_p=p)) for p in (0.0, 0.1)}
+    assert len(buckets) == 2
+
+
 def entry_names(op):
     return list(inspect.signature(getattr(tfk.ops, op)).parameters)
 

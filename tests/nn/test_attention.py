@@ -264,3 +264,14 @@ def test_weights_change_the_output_by_rounding_alone(masked):
     assert nothing is None and torch.isfinite(out).all()
     torch.testing.assert_close(out, alone)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, H, 4))
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_a_float32_mask_of_16_bit_inputs_is_not_rounded(name):
+    """Distances times a slope: in bfloat16 those near 200 are steps of 1 apart."""
+    x, module = randn(2, 9, 8).float(), tfk.nn.MultiheadAttention(8, 2, batch_first=True)
+    far = 200.0 - 0.1371 * (torch.arange(9) - torch.arange(9)[:, None]).abs()
+    mask = far if name == "attn_mask" else far[:2]
+    wanted = module(x, x, x, **{name: mask}, need_weights=False)[0]
+    out = module.bfloat16()(*[x.bfloat16()] * 3, **{name: mask}, need_weights=False)[0]
+    assert (out.float() - wanted).norm() < 0.02 * wanted.norm()

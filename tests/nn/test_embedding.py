@@ -88,3 +88,12 @@ def test_ready_embeddings_are_taken_as_they_are():
     for wrong in (rows[0], rows[None]):
         with pytest.raises(ValueError, match=r"from_pretrained: embeddings must have shape \(vocab_size, "):
             tfk.nn.TokenEmbedding.from_pretrained(wrong)
+
+
+def test_positions_begin_within_the_table():
+    module = tfk.nn.PositionalEncoding(8, max_len=16)
+    for offset in (-5, -1, 12):
+        with pytest.raises(
+            ValueError, match=rf"positions must lie in \[0, 16\), max_len, got {offset} to {offset + 4}"
+        ):
+            module(torch.zeros(1, 5, 8), offset)

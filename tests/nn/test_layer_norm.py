@@ -113,6 +113,22 @@ def test_torch_fx_traces_norms(kind):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_default_eps_is_that_of_the_sum(backend):
+    x, residual = torch.full((2, 8), 1e-5), 1e-5 * torch.arange(8.0).double().expand(2, 8)
+    y, z = tfk.ops.add_rms_norm(x, residual, backend=backend)
+    torch.testing.assert_close(y.double(), torch.nn.functional.rms_norm(z, (8,)), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_residual_of_another_shape_is_broadcast(backend):
+    x, residual, dropout = randn(3, 5, 12), randn(1, 5, 12, seed=1), torch.nn.Dropout(0.5)
+    norm = tfk.nn.LayerNorm(12, dtype=torch.float64, backend=backend)
+    assert torch.equal(add(x, residual, dropout.eval(), backend), x + residual)
+    assert torch.equal(add_norm(x, residual, dropout, norm)[0], norm(x + residual))
+    assert add(x, residual, dropout.train(), backend).shape == x.shape
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", [tfk.nn.LayerNorm, tfk.nn.RMSNorm, torch.nn.LayerNorm, torch.nn.RMSNorm])
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
 def test_add_norm_equals_its_parts(backend, kind, dtypes):

@@ -1,5 +1,6 @@
 """What watches a patched model, or wraps its modules, sees what it saw: hooks, wrappers in the place of a forward."""
 
+import contextlib
 import copy
 import functools
 import types
@@ -180,3 +181,21 @@ def test_shapes_on_the_meta_device():
     tfk.patch(model)
     y = model.to("meta")(torch.empty(2, 7, 16, device="meta"), src_key_padding_mask=torch.ones(2, 7, device="meta") > 0)
     assert y.shape == (2, 7, 16) and y.device.type == "meta"
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_before_a_childs_backward(everywhere):
+    model, ids = bert(), batch()[0]
+    stock = copy.deepcopy(model)
+    tfk.patch(model)
+
+    def calls(model):
+        seen, child = [], model.encoder.layer[1].intermediate.dense
+        note = lambda module, grads: seen.append(module) if module is child else None
+        register = torch.nn.modules.module.register_module_full_backward_pre_hook
+        hook = register(note) if everywhere else child.register_full_backward_pre_hook(note)
+        with contextlib.closing(types.SimpleNamespace(close=hook.remove)):
+            model(ids).last_hidden_state.square().sum().backward()
+        return len(seen)
+
+    assert calls(model) == calls(stock) == 1
