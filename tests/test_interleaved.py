@@ -21,7 +21,7 @@ def test_short_calls_are_repeated_as_often_for_all_and_each_sample_waits():
     assert 2 <= times <= 10 and all(len(sample) == times and len(set(sample)) == 1 for sample in raced)
     assert [sample[0] for sample in raced[2:]] == ["short", "long", "long", "short", "short", "long"]
     assert len(rounds) == 3 and all(0.001 <= taken["short"] < 0.01 * times for taken in rounds)
-    assert min(taken["short"] for taken in rounds) < 0.002, "of one call, not of a sample"
+    assert min(taken["short"] for taken in rounds) < 0.005, "of one call, not of a sample"
 
 
 def test_a_long_call_is_run_once_in_a_sample():

@@ -212,6 +212,8 @@ def test_report_of_losses():
     assert report.given_away(slow) == ["layer_norm M1 N8 float32 infer"]
     small = canned(rows=[row("torch", 5e-5, 1.0), row("auto", 6e-5, 1.2)])
     assert report.losses(small) == [] and len(report.losses(small, noticeable=False)) == 1
+    backward = [row(name, *times, "backward") for name, times in (("torch", (2e-4, 1.0)), ("auto", (9e-4, 4.5)))]
+    assert report.losses(canned(rows=backward)) == [], "a choice is made for both directions together"
     for seconds, ratio in ((2.03e-4, 1.5), (3e-4, 1.015)):
         assert report.losses(canned(rows=[row("torch", 2e-4, 1.0), row("auto", seconds, ratio)])) == []
     assert "slower than PyTorch by more than 2%, where PyTorch takes 100 us or more: 1" in report.summary(slow)

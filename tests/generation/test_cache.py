@@ -98,6 +98,14 @@ def test_a_step_in_one_call_is_the_ops_it_stands_for(kind, changes, beams, monke
     assert not any(y is None for y in steps)
 
 
+@pytest.mark.parametrize("backend", [None, "cpu", "aten", "reference"])
+def test_whose_steps_go_in_one_call(backend, monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention, "attention_step", lambda *arguments: asked.append(arguments))
+    tfk.generate(small("causal", backend=backend), torch.tensor([[3, 4, 5]]), 4)
+    assert bool(asked) is (backend in (None, "cpu"))
+
+
 @pytest.mark.parametrize(
     ("backend", "where"),
     [("cpu", "right"), ("cpu", "left"), ("cpu", "between"), (None, "right"), ("aten", "left"), ("reference", "right")],
