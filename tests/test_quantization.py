@@ -9,6 +9,7 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tfm_kernels.nn.int8 import quantized_weight
+from tfm_kernels.patching import block
 from tfm_kernels.proof.rule import Judge
 from tfm_kernels.testing.float64 import assert_same_in_float64
 
@@ -238,6 +239,13 @@ def test_what_the_new_layers_take_over():
     tfk.quantize(model, backend="reference")
     assert not any(module.training for module in model.modules())
     assert [layer.backend for layer in (model[0].in_proj, model[0].out_proj, model[1])] == ["reference"] * 3
+
+
+@torch.no_grad()
+def test_patched_blocks_of_8_bits_drop_their_hidden_features():
+    first, second = (tfk.nn.Int8Linear.from_weight(torch.randn(4, 4), torch.randn(4)) for _ in range(2))
+    y = block.feed_forward(torch.randn(3, 4), first, second, "gelu", dropout_p=1.0)
+    assert torch.equal(y, second.bias.expand(3, 4))
 
 
 def test_weights_that_are_no_floats_are_kept():

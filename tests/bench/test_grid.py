@@ -1,6 +1,7 @@
 """The bench's own promises: right counts, no number for a wrong kernel, honest reports, a README that is up to date."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -171,7 +172,7 @@ def test_a_wrong_kernel_gets_no_number(scaled, kind):
     assert report.refusals({"layer_norm": {"groups": [found]}})
 
 
-@pytest.mark.parametrize("scaled", [1.05], indirect=True)
+@pytest.mark.parametrize("scaled", [1.05, math.nan], indirect=True)
 def test_a_wrong_result_at_full_size_gets_no_number(scaled, monkeypatch):
     monkeypatch.setattr(gate, "refusal", lambda *_: None)
     group = Group(layer_norm.SUBJECT, Norm(op="rms_norm", rows=64, features=128), "float32", "infer")
