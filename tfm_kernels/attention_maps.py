@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops
+from . import _check, ops
 from .mask import Mask
 from .nn.evaluation import evaluating
 from .ops.attention_call import AttentionCall
@@ -37,7 +37,7 @@ def get_attention_maps(
     Args:
         model: one of ``tfk.models`` or ``tfk.nn``, or a model that ``tfk.patch`` has been called on: of torch.nn, of
             transformers, or of classes declared to it.
-        inputs: what the model is called with; one dict stands for keyword arguments.
+        inputs: what the model is called with; one dict stands for keyword arguments, one tuple for all the others.
         layers: names to keep, as they are in the result, with * and ? as in file names; None keeps all. Others cost
             nothing beyond the model's own run.
         heads: a head or several, None for all.
@@ -76,11 +76,10 @@ def get_attention_maps(
         if patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns):
             maps[name] = _map(call, lse, wanted)
 
+    whole = len(inputs) == 1 and isinstance(inputs[0], (Mapping, tuple, list))
+    args, kwargs = _check.call_arguments(_NAME, inputs[0] if whole else inputs)
     with evaluating(model), watching(watch):
-        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
-            model(**inputs[0])
-        else:
-            model(*inputs)
+        model(*args, **kwargs)
     if not seen:
         raise ValueError(
             f"{_NAME}: model must attend through tfm_kernels, as after tfk.patch(model), and not be compiled; no "

@@ -28,6 +28,9 @@ def test_weights_of_one_query_and_one_head_hold_the_rows_asked_for(backend):
         assert torch.equal(ops.attention_weights(q, k, lse, rows=rows), weights[:, :, rows])
     one = ops.attention_weights(q[:, :1], k[:, :1], lse[:, :1], bias=torch.zeros(1, 1, 1, 7), heads=[0, 0])
     torch.testing.assert_close(one, weights[:, [0, 0]])
+    assert torch.equal(ops.attention_weights(q, k, lse, heads=3, rows=0), weights[:, 3:])
+    with pytest.raises(TypeError, match="heads must be an int, a tensor or a sequence of ints or None, got bool"):
+        ops.attention_weights(q, k, lse, heads=True)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "aten"])

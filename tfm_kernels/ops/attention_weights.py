@@ -26,8 +26,8 @@ def attention_weights(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
-    rows: Tensor | Sequence[int] | None = None,
-    heads: Tensor | Sequence[int] | None = None,
+    rows: Tensor | Sequence[int] | int | None = None,
+    heads: Tensor | Sequence[int] | int | None = None,
     average: bool = False,
 ) -> Tensor:
     """The weights that an ``attention`` call gave to its values, exact and for the asked rows and heads only.
@@ -43,8 +43,8 @@ def attention_weights(
         scale: the call's.
         dropout_p: the call's, where the maps shall show what dropout left, as torch's module returns them in training.
         seed: the call's; must be given where dropout_p > 0.
-        rows: the queries to show, ints in [0, Tq); None shows all.
-        heads: the heads to show, ints in [0, Hq); None shows all.
+        rows: the queries to show, an int in [0, Tq) or several; None shows all.
+        heads: the heads to show, an int in [0, Hq) or several; None shows all.
         average: the mean over the shown heads instead of each.
 
     Returns:
@@ -118,11 +118,15 @@ def attention_weights(
     return weights.to(query.dtype)
 
 
-def _positions(name: str, given: Tensor | Sequence[int] | None, size: int, device: torch.device) -> Tensor | None:
+def _positions(name: str, given: Tensor | Sequence[int] | int | None, size: int, device: torch.device) -> Tensor | None:
     if given is None:
         return None
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = [given]
     if isinstance(given, (str, bytes)) or not isinstance(given, (Tensor, Sequence)):
-        raise TypeError(f"{_NAME}: {name} must be a tensor or a sequence of ints or None, got {type(given).__name__}")
+        raise TypeError(
+            f"{_NAME}: {name} must be an int, a tensor or a sequence of ints or None, got {type(given).__name__}"
+        )
     if not isinstance(given, Tensor):
         if any(isinstance(value, bool) or not isinstance(value, int) for value in given):
             raise TypeError(f"{_NAME}: {name} must hold ints, got {list(given)}")
