@@ -163,9 +163,14 @@ def add(x: Tensor, residual: Tensor, dropout: nn.Module, backend: str | None) ->
     p = dropout_p(dropout)
     if p is None or (p > 0.0 and x.shape != residual.shape):
         return residual + dropout(x)
+    return dropped_sum(x, residual, p, backend=backend)
+
+
+def dropped_sum(x: Tensor, residual: Tensor, p: float, **options: Any) -> Tensor:
+    """z = residual + dropout(x) of one shape, by the project's random rule; ``options`` as of ``ops.add_rms_norm``."""
     if p == 0.0:
         return residual + x
-    return ops.add_rms_norm(x, residual, eps=1.0, dropout_p=p, backend=backend)[1]  # the norm itself is not wanted
+    return ops.add_rms_norm(x, residual, eps=1.0, dropout_p=p, **options)[1]  # the norm itself is not wanted
 
 
 def _is_special(x: Any, *parameters: Tensor | None) -> bool:

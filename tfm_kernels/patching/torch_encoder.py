@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import nn as fused
-from .. import ops
 from ..mask import Mask
 from ..nn.attention import causal_hint
+from ..nn.layer_norm import dropped_sum
 from . import block, guard
 from .linear import linear
 from .packed import Packed, packing
@@ -133,10 +133,7 @@ def _norm_of_sum(x: Tensor, dropout: nn.Module, residual: Tensor, norm: Any, tol
 
 
 def _sum(x: Tensor, dropout: nn.Module, residual: Tensor, told: dict[str, Any]) -> Tensor:
-    p = block.dropout_p(dropout)
-    if p == 0.0:
-        return residual + x
-    return ops.add_rms_norm(x, residual, eps=1.0, dropout_p=p, **told)[1]  # the norm itself is not wanted
+    return dropped_sum(x, residual, block.dropout_p(dropout), **told)
 
 
 # --- the encoder-decoder ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from .. import _check
 from ..testing.same_dropout import same_dropout
 
-SEED = 20170612  # of the dropout masks and the random weights of the outputs
+SEED = 20170612  # of the dropout masks and the random weights of the outputs; any would do
 
 
 @dataclass(frozen=True)
