@@ -34,9 +34,8 @@ class Known:
     activation: str | None = None
     calls: tuple[str, ...] = field(default=())
     shares: bool = False
-    _passed: dict[str, tuple[str, ...]] = field(
-        init=False, repr=False, compare=False
-    )  # of ``passes``: keys of ``code``
+    # of each of ``passes``, its keys in ``code``
+    _passed: dict[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         own = {path: tuple(place for place in self.code if place.rpartition(".")[0] == path) for path in self.passes}
