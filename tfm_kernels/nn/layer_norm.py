@@ -63,10 +63,12 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises ``input``."""
-        if _is_special(input, self.weight, self.bias):
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
+        if _is_special(input, weight, bias):
             return super().forward(input)
         x = _rows("LayerNorm", input, self.normalized_shape)
-        weight, bias = _parameter(self.weight, x.dtype), _parameter(self.bias, x.dtype)
+        weight, bias = _parameter(weight, x.dtype), _parameter(bias, x.dtype)
         return _shaped(ops.layer_norm(x, weight, bias, self.eps, backend=self.backend), input)
 
 
@@ -112,10 +114,11 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises ``x``."""
-        if _is_special(x, self.weight):
+        weight: Tensor | None = self.weight
+        if _is_special(x, weight):
             return super().forward(x)
         rows = _rows("RMSNorm", x, self.normalized_shape)
-        weight = _parameter(self.weight, rows.dtype)
+        weight = _parameter(weight, rows.dtype)
         return _shaped(ops.rms_norm(rows, weight, self.eps, backend=self.backend), x)
 
 
@@ -182,7 +185,7 @@ def _is_special(x: Any, *parameters: Tensor | None) -> bool:
 
 def _widened(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether autocast runs norms of ``dtype`` in float32: everywhere but on the CPU."""
-    return device.type != "cpu" and dtype in (torch.float16, torch.bfloat16) and autocast_dtype(device) is not None
+    return dtype in (torch.float16, torch.bfloat16) and device.type != "cpu" and autocast_dtype(device) is not None
 
 
 def _sum_widened(x: Tensor, residual: Tensor) -> bool:
@@ -194,9 +197,9 @@ def _rows(op: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``x`` with the normalised dimensions as one, in the dtype that torch would normalise in."""
     _check.tensor(op, "input", x)
     count = len(shape)
-    if tuple(x.shape[-count:]) != shape:
-        raise ValueError(f"{op}: input must end in normalized_shape {shape}, got shape {tuple(x.shape)}")
-    if count > 1:
+    if not (count == 1 and x.dim() > 0 and x.size(-1) == shape[0]):  # the common case, in half of the time
+        if tuple(x.shape[-count:]) != shape:
+            raise ValueError(f"{op}: input must end in normalized_shape {shape}, got shape {tuple(x.shape)}")
         x = x.flatten(-count)
     return x.float() if _widened(x.dtype, x.device) else x
 
