@@ -269,9 +269,8 @@ def bias_sum(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     total = a.to(torch.promote_types(dtype, torch.float32)) + b
     limit = torch.finfo(total.dtype).max
     overflows = a.isfinite() & b.isfinite() & total.isinf()
-    total = torch.where(
-        overflows, total.detach().clamp(-limit, limit), total
-    )  # clamp has no one gradient at its bounds
+    # clamp's own gradient at its bounds, where masks of the least number are, is not the same in all PyTorch releases
+    total = torch.where(overflows, total.detach().clamp(-limit, limit), total)
     return total.masked_fill((a == -torch.inf) | (b == -torch.inf), -torch.inf)
 
 
