@@ -36,6 +36,11 @@ class Asks(FeedForward):
         return self.b(F.gelu(self.a(x), **self.held()))
 
 
+class Looks(FeedForward):
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x), **self.held["options"]()))
+
+
 class Drops(FeedForward):
     def forward(self, x):
         return torch.zeros_like(x) if self.training and self.held.random() < 0.1 else super().forward(x)
@@ -94,6 +99,7 @@ class NotesItsMode(FeedForward):
 for cls in (
     Tells,
     Asks,
+    Looks,
     Drops,
     Counts,
     Caches,
@@ -163,6 +169,12 @@ def test_what_a_function_notes_in_its_file():
     LOG.clear()
     model(torch.randn(2, 5, WIDTH))
     assert len(LOG) == 1
+
+
+def test_containers_that_hold_themselves():
+    around = {"options": dict}
+    around["self"] = [around]
+    assert tfk.patch(nn.Sequential(Looks(around))).entries[1].note == "feed-forward"
 
 
 def test_callables_that_read_alone():

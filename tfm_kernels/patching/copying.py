@@ -40,22 +40,30 @@ def copied_apart(model: nn.Module, made: dict[int, Any]) -> nn.Module:
 
 def _apart(value: Any, made: dict[int, Any]) -> Any:
     """``value``, which deepcopy gave, with copies of what the callables in it hold, which deepcopy does not reach."""
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        held = [_apart(each, made) for each in value]
-        if any(new is not old for new, old in zip(held, value, strict=True)):
-            return type(value)(held)
-    elif type(value) is dict:
-        for key, each in value.items():
-            value[key] = _apart(each, made)
-    elif isinstance(value, functools.partial):
+    if type(value) in (list, tuple, dict):
+        return value if made.get(id(value)) is value else _container_apart(value, made)
+    if isinstance(value, functools.partial):
         function = _apart(value.func, made)
         return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
-    elif isinstance(value, types.BuiltinMethodType) and not isinstance(
-        value.__self__, (types.ModuleType, type, NoneType)
-    ):
-        return getattr(copy.deepcopy(value.__self__, made), value.__name__)
-    elif isinstance(value, types.FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
+    if isinstance(value, types.BuiltinMethodType):
+        owner = value.__self__  # a module, a class or nothing where it is a function or no instance's
+        held = isinstance(owner, (types.ModuleType, type, NoneType))
+        return value if held else getattr(copy.deepcopy(owner, made), value.__name__)
+    if isinstance(value, types.FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
         return _function_apart(value, made)
+    return value
+
+
+def _container_apart(value: Any, made: dict[int, Any]) -> Any:
+    made[id(value)] = value  # it has been copied, and may hold itself
+    if type(value) is dict:
+        for key, each in value.items():
+            value[key] = _apart(each, made)
+        return value
+    held = [_apart(each, made) for each in value]
+    if type(value) is tuple:
+        return tuple(held) if any(new is not old for new, old in zip(held, value, strict=True)) else value
+    value[:] = held
     return value
 
 

@@ -174,7 +174,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, ...]]:
         yield value.__defaults__, value.__kwdefaults__, value.__dict__
         yield tuple(in_closure(value))
         named = (value.__globals__.get(name) for name in value.__code__.co_names)
-        yield tuple(each for each in named if not isinstance(each, (types.ModuleType, type)))
+        yield tuple(each for each in named if not isinstance(each, (types.ModuleType, type, types.FunctionType)))
     elif isinstance(value, (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)):
         yield (value.__self__,)
     elif "numpy" in sys.modules:
