@@ -21,7 +21,10 @@ def test_every_line_gets_a_label_and_a_probability(run, runs, monkeypatch):
     assert run("classify", runs / "classify", "-")[1] == "\t".join(rows[0]) + "\n"
 
 
-def test_labelled_lines_give_the_accuracy(run, runs):
+@pytest.mark.parametrize("lines", [2, 6])
+def test_labelled_lines_give_the_accuracy(run, runs, monkeypatch, lines):
+    """Over all batches of so many lines."""
+    monkeypatch.setattr("tfm_kernels.commands.classify.TOKENS", lines * 32)  # texts have up to 32 tokens
     code, out, err = run("classify", runs / "classify", runs / "tsv", "--labelled")
     truth = [line.split("\t")[1] for line in (runs / "tsv").read_text().splitlines()]
     right = sum(line.split("\t")[0] == label for line, label in zip(out.splitlines(), truth, strict=True))

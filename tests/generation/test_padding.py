@@ -73,6 +73,21 @@ def test_our_models_take_a_mask():
     assert torch.equal(found, tfk.generate(model, ids.masked_fill(mask == 0, 0), NEW))  # as the pad token has it
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_what_a_mask_hides_does_not_come_back(beams):
+    """Behind a row that ended; and no column is kept for what the longest prompt did not need."""
+    model, ids, mask = own(), torch.tensor([[5, 6, 9, 9], [1, 2, 3, 4]]), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    free = tfk.generate(model, ids, NEW, attention_mask=mask)
+    for stop in (int(free[0, 2]), int(free[1, 4])):
+        told = {"eos_id": stop, "num_beams": beams}
+        alone = [tfk.generate(model, prompt, NEW, **told)[0] for prompt in (ids[:1, :2], ids[1:])]
+        assert (
+            1 in (len(alone[0]) - 2, len(alone[1]) - 4) and len(alone[0]) - 2 != len(alone[1]) - 4
+        )  # one ends at once
+        expected = torch.nn.utils.rnn.pad_sequence(alone, batch_first=True)
+        assert torch.equal(tfk.generate(model, ids, NEW, attention_mask=mask, **told), expected)
+
+
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 8, dtype=torch.bool)], ids=["by token", "by mask"])
 def test_our_models_hide_their_pad_token_wherever_it_stands(mask):
     """Its own forward does, so that a cache must not see it either; also where it stops."""
@@ -85,14 +100,31 @@ def test_our_models_hide_their_pad_token_wherever_it_stands(mask):
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_numbers_of_a_configuration_that_name_nothing(beams):
+@pytest.mark.parametrize("pad", [-1, V])
+@pytest.mark.parametrize("stops", [[50256, -1], None])
+def test_numbers_of_a_configuration_that_name_nothing(stops, pad, beams):
     """Padding of -1 is the last token's index, a stop beyond the vocabulary nothing's, and -1 positions no limit."""
     model, ids = gpt2(), TURNS[:1]
     model.lm_head = torch.nn.Linear(32, V)
     model.lm_head.bias.data[V - 1] = 1e3
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = -1, [50256, -1]
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = pad, stops
     model.config.max_position_embeddings = -1
     assert tfk.generate(model, ids, NEW, num_beams=beams).tolist() == [ids[0].tolist() + [V - 1] * NEW]
+
+
+def test_padding_that_the_generation_config_does_not_name_is_the_configs():
+    model = gpt2()
+    model.generation_config.pad_token_id, model.config.pad_token_id = None, 0
+    found = tfk.generate(model, torch.tensor([[0, 0, 5, 6]]), NEW)
+    assert torch.equal(found, tfk.generate(model, torch.tensor([[5, 6]]), NEW))
+
+
+def test_texts_longer_than_the_positions_are_refused():
+    model = gpt2()
+    words = "must fit into config.max_position_embeddings 40, got 41 positions"
+    with pytest.raises(ValueError, match=f"^generate: the longest prompt and max_new_tokens - 1 {words}$"):
+        tfk.generate(model, TURNS, 34)
+    assert tfk.generate(model, TURNS, 33, eos_id=[]).shape == (2, 41)
 
 
 @pytest.mark.parametrize("kind", [np.int64, torch.tensor, lambda number: [np.int64(number)]])

@@ -1,6 +1,7 @@
 """Beam search against all continuations there are; sampling; stop tokens; seeds; bad input."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tests.models.peers import inputs, small
+from tests.patching.models import transformers
 from tfm_kernels.generation.beam import beam_search
 from tfm_kernels.generation.sampling import shaped
 
@@ -72,7 +74,7 @@ def test_wide_beams_find_the_best_of_all_continuations(stops, penalty):
 
 
 def by_hand(chain, sentence, beams, stops, penalty):
-    """Beam search over Python lists."""
+    """Beam search over Python lists; of the chain only its scores are asked for."""
     running, best = [((), 0.0)], (-float("inf"), ())
     for length in range(1, STEPS + 1):
         ranked = []
@@ -88,16 +90,50 @@ def by_hand(chain, sentence, beams, stops, penalty):
 
 
 @pytest.mark.parametrize("beams", [2, 3])
-@pytest.mark.parametrize("penalty", [0.0, 1.0, -0.5])
-@pytest.mark.parametrize("stops", [[], [3], [1, 3]])
-def test_beam_search_by_hand(stops, penalty, beams):
+@pytest.mark.parametrize(
+    ("penalty", "batch", "seeds"),
+    [
+        (0.0, 3, range(4)),
+        (1.0, 3, range(4)),
+        (-0.5, 3, range(4)),
+        (2.0, 1, [4, 6, 8, 14]),  # one sentence: no other one keeps the search going
+        (-2.0, 3, [45, 50]),
+    ],
+)
+@pytest.mark.parametrize("stops", [[], [3], [1, 3], [1, 2, 3]])
+def test_beam_search_by_hand(stops, penalty, batch, seeds, beams):
     """The early end changes no result: by hand every search goes on to the last step."""
-    for seed in range(4):
-        chain = Chain(3, seed)
+    for seed in seeds:
+        chain = Chain(batch, seed)
         tokens, counts = beam_search(chain, chain.start(), STEPS, beams, penalty, stops)
-        for sentence in range(3):
+        for sentence in range(batch):
             found = tuple(tokens[sentence, : counts[sentence]].tolist())
             assert found == by_hand(chain, sentence, beams, stops, penalty)
+
+
+@pytest.mark.parametrize("seed", [1, 5, 6])
+def test_beams_of_a_model_that_counts_padding_by_hand(seed):
+    """Its prompts are decoded length by length, and each beam goes on from its own tokens."""
+    hf = transformers()
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config = hf.RobertaConfig(
+        **sizes, vocab_size=V, max_position_embeddings=20, initializer_range=0.5, is_decoder=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model = hf.RobertaForCausalLM(config).eval()
+    prompts = [(1, 2, 3), (4, 1), (2, 2, 4), (3, 4)]
+
+    @torch.no_grad()
+    def scores(sentence, tokens):
+        found = model(torch.tensor([[*prompts[sentence], *tokens]]), use_cache=False).logits[0, -1]
+        return found.index_fill(0, torch.tensor([0]), -torch.inf)  # never padding
+
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+    found = tfk.generate(model, ids, STEPS, num_beams=3).tolist()
+    for sentence, (row, prompt) in enumerate(zip(found, prompts, strict=True)):
+        best = by_hand(SimpleNamespace(scores=scores), sentence, 3, [], 1.0)
+        assert row == [*prompt, *best] + [0] * (3 - len(prompt))
 
 
 def test_beams_are_better_than_greed():
@@ -135,8 +171,10 @@ def test_temperature_top_k_and_top_p():
         torch.testing.assert_close(shaped(scores, *settings), torch.tensor([expected], dtype=torch.float64))
     order = torch.tensor([2, 0, 3, 1])
     torch.testing.assert_close(shaped(scores[:, order], 1.0, 2)[0], torch.tensor([0.0, 4 / 7, 0.0, 3 / 7]).double())
-    equal = shaped(torch.zeros(1, 4), 1.0, 2)
-    assert equal.tolist() == [[0.5, 0.5, 0.0, 0.0]]
+    equal = torch.zeros(1, 64)  # so many that a sort which is not stable moves them
+    assert shaped(equal, 1.0, 2).tolist() == [[0.5] * 2 + [0.0] * 62]
+    assert shaped(equal, 1.0, None, 0.25).tolist() == [[1 / 16] * 16 + [0.0] * 48]  # 16 reach a quarter exactly
+    assert shaped(torch.tensor([[9.0, 1.0]]), 1e-38).tolist() == [[1.0, 0.0]]
 
 
 def test_tokens_are_drawn_from_that_distribution():

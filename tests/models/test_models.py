@@ -73,20 +73,24 @@ def test_final_norm_follows_norm_first_unless_said():
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_anywhere_changes_nothing(kind, norm_first, positions, monkeypatch):
-    """A row gives at its tokens what it gives alone, wherever its padding stands, looked at or not."""
+    """A row gives at its tokens what it gives alone, wherever its padding stands, looked at or not.
+
+    Looked at or not, a row that is padded on the right gives the same at its padding, too.
+    """
     model = small(kind, dtype=torch.float64, norm_first=norm_first, positions=positions)
     keep = torch.tensor(PATTERNS, dtype=torch.bool)
     rows = [torch.randint(1, VT, (int(pattern.sum()),)) for pattern in keep]
     padded = torch.zeros(keep.shape, dtype=torch.long)
     padded[keep] = torch.cat(rows)
-    together = model(*[padded] * len(inputs(kind)))
+    count = len(inputs(kind))
+    alone = [model(*[row[None]] * count)[0] for row in rows]
+    together, right = model(*[padded] * count), model(*[padded[:1]] * count)
     monkeypatch.setattr(padding, "readable", lambda ids: False)
-    unseen = model(*[padded] * len(inputs(kind)))
-    for b, row in enumerate(rows):
-        alone = model(*[row[None]] * len(inputs(kind)))[0]
+    unseen = model(*[padded] * count)
+    for b, expected in enumerate(alone):
         for found in (together, unseen):
-            shown = found[b] if kind == "classifier" else found[b][keep[b]]
-            assert_same_in_float64(shown, alone)
+            assert_same_in_float64(found[b] if kind == "classifier" else found[b][keep[b]], expected)
+    assert_same_in_float64(unseen[:1], right)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,6 +144,7 @@ def test_pooling():
         model = small("classifier", dtype=torch.float64, pooling=pooling)
         ids = inputs("classifier")
         assert_same_in_float64(model(*ids), Peer(model).eval()(*ids))
+        assert_same_in_float64(model(torch.tensor([[0, 5, 6, 7]])), model(torch.tensor([[5, 6, 7]])))
     empty = torch.tensor([[3, 4], [0, 0]])
     for pooling in ("mean", "first"):
         model = small("classifier", pooling=pooling)

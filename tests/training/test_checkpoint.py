@@ -132,6 +132,14 @@ def test_the_newest_and_the_best_are_kept(tmp_path, whole):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_best_stays_beside_newer_ones(tmp_path):
+    data, size = toy.examples()
+    model, checkpoints = toy.Toy(size, 0.0), training.Checkpoints(tmp_path)
+    for step, best, kept in ((1, 1, [1]), (2, 1, [1, 2]), (3, 1, [1, 3]), (4, 4, [4])):
+        checkpoints.save(training.State(step=step, best_step=best), model, training.adamw(model, 0.1))
+        assert checkpoints.steps() == kept and checkpoints.best() == checkpoints.path(best)
+
+
 def test_its_files_have_the_mode_of_any_new_file(tmp_path):
     data, size = toy.examples()
     model = toy.Toy(size, 0.0)
