@@ -121,7 +121,7 @@ def test_beams_of_a_model_that_counts_padding_by_hand(seed):
         **sizes, vocab_size=V, max_position_embeddings=20, initializer_range=0.5, is_decoder=True,
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
-    model = hf.RobertaForCausalLM(config).eval()
+    model = hf.RobertaForCausalLM(config).double().eval()
     prompts = [(1, 2, 3), (4, 1), (2, 2, 4), (3, 4)]
 
     @torch.no_grad()
