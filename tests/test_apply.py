@@ -1,5 +1,6 @@
 """The C++ way of a call, csrc/apply.cpp, against the way through torch.library and autograd.Function: the same plan."""
 
+import functools
 import itertools
 from contextlib import nullcontext
 
@@ -133,9 +134,14 @@ def test_a_graph_is_used_once_unless_kept():
         torch.autograd.grad(y.square().sum(), x)
 
 
-def test_a_double_backward_is_refused():
+@pytest.mark.parametrize("way", [nullcontext, functools.partial(FlopCounterMode, display=False)])
+def test_a_double_backward_is_refused(way):
+    """In C++, and in Python, where a mode is on."""
     x = draw(3, 8)
-    (dx,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with way():
+        y = norm(x)
+    assert made_in_cpp(y) is (way is nullcontext)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         dx.sum().backward()
 

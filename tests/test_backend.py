@@ -233,3 +233,8 @@ def test_numbers_of_numpy_are_numbers(backend):
         assert torch.equal(*(torch.autograd.grad(call(number).sum(), x)[0] for number in (third, 0.25))), name
     with pytest.raises(TypeError, match="eps must be a number, got Fraction"):
         tfk.ops.layer_norm(x, eps=Fraction(1, 4), backend=backend)
+
+
+def test_explain_says_the_same_of_a_call_that_names_its_backend():
+    x = torch.randn(2, 8)
+    assert tfk.explain("layer_norm", x, backend="aten") == tfk.explain("layer_norm", x)

@@ -26,6 +26,7 @@ KINDS = {
     "window right only": (Mask.window(None, 0), lambda b, i, j: j <= i),
     "window bottom-right": (Mask.window(2, 1, "bottom_right"), lambda b, i, j: i + 2 - 2 <= j <= i + 2 + 1),
     "lengths": (Mask.lengths(torch.tensor([0, 5])), lambda b, i, j: j < [0, 5][b]),
+    "other lengths": (Mask.lengths(torch.tensor([4, 2])), lambda b, i, j: j < [4, 2][b]),
     "keep": (Mask.keep(torch.arange(TK)[None, :] != torch.arange(TQ)[:, None]), lambda b, i, j: i != j),
     "hide": (Mask.hide(torch.arange(TK)[None, :] != torch.arange(TQ)[:, None]), lambda b, i, j: i == j),
     "keep per batch": (

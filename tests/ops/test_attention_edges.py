@@ -113,3 +113,10 @@ def test_a_bias_beside_a_mask_of_the_least_number_learns(backend):
     (wanted,) = torch.autograd.grad(((q @ k.mT * 8**-0.5 + bias + mask).softmax(-1) @ v), bias, dout)
     (got,) = torch.autograd.grad(ops.attention(q, k, v, mask, bias=bias, backend=backend), bias, dout)
     assert_same_in_float64(got, wanted)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "aten"])
+def test_a_window_of_any_length(backend):
+    q = randn(1, 1, 3, 8)
+    out = ops.attention(q, q, q, Mask.window(2**70, 0), backend=backend)
+    assert torch.equal(out, ops.attention(q, q, q, Mask.causal(), backend=backend))

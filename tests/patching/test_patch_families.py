@@ -7,7 +7,14 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
-from tests.patching.models import assert_same_results, batch, compare, results, transformers
+from tests.patching.models import (
+    assert_dropout_proven,
+    assert_same_results,
+    batch,
+    compare,
+    results,
+    transformers,
+)
 
 WIDTH = 32
 DECODER = dict(vocab_size=99, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
@@ -120,6 +127,32 @@ def test_dropout_in_training(kind):
         assert report.fallbacks == {}
     compare(first, second, 0.0)
     assert not torch.allclose(first["output"], plain.double(), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention_dropout", "activation_dropout"])
+@pytest.mark.parametrize("kind", ["Bart", "MBart"])
+def test_each_dropout_of_bart(kind, name):
+    cls, none = (
+        getattr(transformers(), f"{kind}ForConditionalGeneration"),
+        dict.fromkeys(("dropout", "attention_dropout"), 0.0),
+    )
+    torch.manual_seed(0)
+    assert_dropout_proven(cls(cls.config_class(**{**BART, **none, "activation_dropout": 0.0, name: 0.3})))
+
+
+@pytest.mark.parametrize("kind", ["Bart", "MBart"])
+@torch.no_grad()
+def test_what_overflows_in_float16_is_clamped(kind):
+    cls = getattr(transformers(), f"{kind}Model")
+    torch.manual_seed(0)
+    model, ids = cls(cls.config_class(**{**BART, "encoder_layers": 1})).eval().half(), batch()[0]
+    layer = model.encoder.layers[0]
+    large = (layer.final_layer_norm.weight,) if kind == "Bart" else (layer.fc2.bias, layer.self_attn.out_proj.bias)
+    for parameter in large:
+        torch.nn.init.constant_(parameter, 60000.0)
+    assert model.encoder(ids).last_hidden_state.isfinite().all()
+    with tfk.patch(model):
+        assert model.encoder(ids).last_hidden_state.isfinite().all()
 
 
 def test_relative_position_bias_learns():

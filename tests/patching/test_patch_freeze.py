@@ -168,6 +168,7 @@ CHANGES = {
     "load_state_dict, assign": load(assign=True),
     "another parameter": assign,
     "another .data": other_data,
+    "into .data": lambda p, m, name: p.data.add_(1.0),
     "optimizer": optimizer,
     "fused optimizer": fused_optimizer,
     "there and back": lambda p, m, name: (m.bfloat16(), m.float()),

@@ -53,6 +53,7 @@ FAMILIES = {  # settings, and how often the report says what
     "bloom": ({}, {ATTENTION_AND_SUM: 2, FFN: 2, NORM: 4}),
     "bloom, normed sums": ({"apply_residual_connection_post_layernorm": True}, {ATTENTION_AND_SUM: 2}),
     "mpt": ({}, {ATTENTION_AND_SUM: 2, FFN: 2, NORM: 3}),
+    "mpt, clipped": ({"attn_config": {"clip_qkv": 0.05, "alibi": True}}, {ATTENTION_AND_SUM: 2, FFN: 2, NORM: 3}),
     "gpt_neo": ({}, {"attention": 2, LAYER_NORM: 2, FFN: 2, NORM: 3}),
     "gpt_bigcode": ({}, {LAYER_NORM: 2, FFN: 2, NORM: 3}),
     "xglm": ({}, {"attention": 2, SUMS_AND_FFN: 2, NORM: 3}),

@@ -166,3 +166,15 @@ def test_data_has_the_shape_it_was_asked_for(shape):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_number_can_be_laid_out(layout):
     assert lay_out(torch.tensor(3.0), layout).item() == 3.0
+
+
+def test_a_backward_by_another_mask(monkeypatch):
+    right = ops.attention
+
+    def other_backward(query, key, value, mask=None, **options):
+        given, taken = (right(query, key, value, each, **options) for each in (mask, Mask.window(1, 0)))
+        return taken + (given - taken).detach()
+
+    wrong(monkeypatch, other_backward, "attention")
+    with pytest.raises(ContractError, match="dvalue: pair"):
+        exact.assert_mask_support("reference", Mask.causal(), (2, 1, 9, 9))

@@ -94,3 +94,11 @@ def test_nothing_to_drop():
     assert torch.equal(state, torch.get_rng_state())
     with same_dropout():
         assert F.dropout(torch.ones(0, 4), 0.5).shape == (0, 4) and F.dropout(torch.tensor(1.0), 0.5).shape == ()
+
+
+@pytest.mark.parametrize(("p", "train"), [(0.0, True), (1.0, True), (P, False)])
+def test_the_gpus_operator_draws_no_seed_for_nothing(p, train, monkeypatch):
+    monkeypatch.setattr(dropout, "draw_seed", None)
+    with same_dropout():
+        y, _ = torch.ops.aten.native_dropout(torch.ones(4, 9), p, train)
+    assert torch.equal(y, torch.full((4, 9), float(p < 1.0)))
