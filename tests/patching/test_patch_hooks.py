@@ -1,6 +1,5 @@
 """What watches a patched model, or wraps its modules, sees what it saw: hooks, wrappers in the place of a forward."""
 
-import contextlib
 import copy
 import functools
 import types
@@ -183,19 +182,26 @@ def test_shapes_on_the_meta_device():
     assert y.shape == (2, 7, 16) and y.device.type == "meta"
 
 
+HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_hooks_before_a_childs_backward(everywhere):
+def test_each_kind_of_hook_on_a_child(everywhere, hook):
+    """On it alone, or on all modules of the process."""
     model, ids = bert(), batch()[0]
     stock = copy.deepcopy(model)
     tfk.patch(model)
 
     def calls(model):
         seen, child = [], model.encoder.layer[1].intermediate.dense
-        note = lambda module, grads: seen.append(module) if module is child else None
-        register = torch.nn.modules.module.register_module_full_backward_pre_hook
-        hook = register(note) if everywhere else child.register_full_backward_pre_hook(note)
-        with contextlib.closing(types.SimpleNamespace(close=hook.remove)):
+        note = lambda module, *given: seen.append(module) if module is child else None
+        register = getattr(torch.nn.modules.module, f"register_module_{hook}")
+        handle = register(note) if everywhere else getattr(child, f"register_{hook}")(note)
+        try:
             model(ids).last_hidden_state.square().sum().backward()
+        finally:
+            handle.remove()
         return len(seen)
 
     assert calls(model) == calls(stock) == 1
