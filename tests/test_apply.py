@@ -183,7 +183,9 @@ def plain_inputs():
         "ffn": (lambda backend, x: ops.ffn(x, weight, None, weight, None, backend=backend), rows),
         "linear": (lambda backend, x: ops.linear(x, weight, backend=backend), rows),
         "int8_ffn": (
-            lambda backend, x: ops.int8_ffn(x, BYTES, torch.ones(8), None, BYTES, torch.ones(8), None, backend=backend),
+            lambda backend, x: ops.int8_ffn(
+                x, BYTES, torch.ones(8), None, BYTES, torch.ones(8), None, dynamic=True, backend=backend
+            ),
             rows,
         ),
         "int8_linear": (lambda backend, x: ops.int8_linear(x, BYTES, torch.ones(8), backend=backend), rows),

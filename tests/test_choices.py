@@ -339,7 +339,7 @@ def integers(*shape):
 
 INT8 = {
     "int8_linear_fwd_cpu": lambda x: ops.int8_linear(x, *integers(6, 8)),
-    "int8_ffn_fwd_cpu": lambda x: ops.int8_ffn(x, *integers(6, 8), None, *integers(3, 6), None),
+    "int8_ffn_fwd_cpu": lambda x: ops.int8_ffn(x, *integers(6, 8), None, *integers(3, 6), None, dynamic=True),
 }
 
 

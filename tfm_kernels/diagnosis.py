@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -84,10 +85,8 @@ def _cpu_kernels() -> Finding:
     if extension is None:
         reason, hidden = _library.cpu_missing, _hidden_by_source()
         if "not built" in reason and hidden is not None:
-            here = PACKAGE.parent == Path.cwd().resolve()
-            way = "run from another folder" if here else f"take {PACKAGE.parent} off the path that Python searches"
-            text = f"the source in {PACKAGE} hides the installed package in {hidden}: {way}"
-            return Finding("CPU kernels", "fault", text, "cd /" if here else "unset PYTHONPATH")
+            text = f"the source in {PACKAGE} hides the installed package in {hidden}"
+            return Finding("CPU kernels", "fault", text, _way_past_the_source())
         return Finding("CPU kernels", "fault", _why_not_built(reason), rebuild_command())
     info = extension.build_info()
     text = (
@@ -120,6 +119,15 @@ def _hidden_by_source() -> Path | None:
     """Where pip has put a package with kernels, before which Python finds a checkout in the working directory."""
     found = (Path(str(each.locate_file("tfm_kernels"))) for each in metadata.distributions(name="tfm_kernels"))
     return next((place for place in found if place.resolve() != PACKAGE and _extensions(place)), None)
+
+
+def _way_past_the_source() -> str:
+    """What takes a checkout off the path that Python searches, whose first entry is where it was started."""
+    found = [place for place, entry in enumerate(sys.path) if Path(entry or ".").resolve() == PACKAGE.parent]
+    ways = ["unset PYTHONPATH"] if any(found) else []
+    if 0 in found and PACKAGE.parent == Path.cwd().resolve():
+        ways.append("cd /")
+    return " && ".join(ways) or f"move the script out of {PACKAGE.parent}"
 
 
 def _extensions(package: Path) -> list[Path]:

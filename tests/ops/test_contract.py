@@ -105,7 +105,7 @@ def small_inputs(op, device, dtype=torch.float32):
         w1, w2 = (weight.to(device, torch.int8) for weight in weights)
         scale1, scale2 = (torch.full((size,), 0.01, device=device) for size in (33, 20))
         first, second = {"w1": w1, "scale1": scale1, "b1": new(33)}, {"w2": w2, "scale2": scale2, "b2": new(20)}
-        return {"x": new(9, 20), **first, **second, "activation": "gelu"}
+        return {"x": new(9, 20), **first, **second, "activation": "gelu", "dynamic": True}
     if op == "int8_linear":
         weight = torch.randint(-128, 128, (33, 20), generator=g, dtype=torch.int8).to(device)
         scale = (0.01 + torch.rand(33, generator=g) / 100).to(device)

@@ -3,6 +3,8 @@
 import functools
 import itertools
 import random
+import threading
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -126,6 +128,10 @@ def _closure(seen):
     return lambda value: seen.append(value)
 
 
+def _append(seen, value):
+    seen.append(value)
+
+
 def _closure_of(function):
     return lambda value: function(value)
 
@@ -143,6 +149,10 @@ CALLABLES = {
     "a method": (lambda monitor: monitor.record, "writes held"),
     "a partial": (lambda monitor: functools.partial(Monitor.record, monitor), "writes held"),
     "a partial of append": (lambda monitor: functools.partial(monitor.seen.append), "writes held"),
+    "a partial's argument": (lambda monitor: functools.partial(_append, monitor.seen), "writes held"),
+    "a partial in a closure": (lambda monitor: _closure_of(functools.partial(_append, monitor.seen)), "writes held"),
+    "a method in a closure": (lambda monitor: _closure_of(monitor.record), "writes held"),
+    "an ordered dict's": (lambda monitor: list(OrderedDict(a=monitor.seen.append).values()), "writes held"),
     "append in a list": (lambda monitor: [monitor.seen.append], "writes held"),
     "a closure in a closure": (lambda monitor: _closure_of(_closure(monitor.seen)), "writes held"),
     "a default": (lambda monitor: lambda value, seen=monitor.seen: seen.append(value), "writes held"),
@@ -169,6 +179,67 @@ def test_what_a_function_notes_in_its_file():
     LOG.clear()
     model(torch.randn(2, 5, WIDTH))
     assert len(LOG) == 1
+
+
+def _of_a_lock(lock):
+    return lambda: {} if lock.locked() else {"approximate": "none"}
+
+
+def _of_a_module():
+    import math
+
+    return lambda: {"approximate": "none" if math.inf > 0 else "tanh"}
+
+
+def test_what_cannot_be_copied_is_no_reason():
+    for held in (_of_a_lock(threading.Lock()), _of_a_module(), lambda F=F: {"approximate": "none"}):
+        assert tfk.patch(nn.Sequential(Asks(held))).entries[1].note == "feed-forward"
+
+
+class Chooses(FeedForward):
+    """By which function it is, as transformers' own code does."""
+
+    def forward(self, x):
+        act = self.held[0]
+        return self.b(F.gelu(self.a(x)) if act is F.gelu else F.silu(self.a(x)) if act is F.silu else self.a(x))
+
+
+UNSET = object()
+
+
+class ByDefault(FeedForward):
+    def forward(self, x):
+        return self.b(self.held(self.a(x)))
+
+
+tfk.patching.declare_feed_forward(Chooses, first="a", second="b", activation="silu")
+tfk.patching.declare_feed_forward(ByDefault, first="a", second="b", activation="gelu")
+
+
+def test_functions_that_hold_nothing_to_write_stay_themselves():
+    """F.silu is written in Python and has defaults; a sentinel among them is one object too."""
+    unset = lambda x, mode=UNSET: F.gelu(x) if mode is UNSET else x
+    for model in (Chooses([F.silu]), ByDefault(unset), ByDefault(_closure_of(F.gelu))):
+        x = torch.randn(2, 5, WIDTH)
+        wanted = model(x)
+        assert tfk.patch(model).entries[0].replaced, model
+        torch.testing.assert_close(model(x), wanted)
+    assert "what was declared is not true of it" in tfk.patch(Chooses([F.gelu])).entries[0].note
+
+
+class Trainer:
+    """Whoever holds tensors is left out of it."""
+
+    def __init__(self):
+        self.data, self.scale = torch.zeros(8), 1.0
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("copied")
+
+
+def test_a_trainer_in_a_closure_is_not_copied():
+    trainer = Trainer()
+    assert tfk.patch(nn.Sequential(ByDefault(lambda x: F.gelu(x * trainer.scale)))).entries[1].replaced
 
 
 def test_containers_that_hold_themselves():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import types
+from collections import deque
 from contextlib import suppress
-from types import NoneType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+_CONTAINERS = (list, dict, set, deque, bytearray)
+_DEEP = 8  # containers in one another that are looked into
 
 
 def copied(model: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
@@ -30,60 +34,114 @@ def copied(model: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
 
 
 def copied_apart(model: nn.Module, made: dict[int, Any]) -> nn.Module:
-    """``copied``, whose callables hold copies of all that the model's hold, such as a list that one appends to."""
+    """``copied``, whose callables hold copies of what the model's may write into, such as a list that one appends to.
+
+    Callables that hold no such thing stay the same, and so do tensors and modules outside of the model.
+    """
     new = copy.deepcopy(model, made)
+    apart = _Apart(made)
     for module in new.modules():
         for name, value in module.__dict__.items():
-            module.__dict__[name] = _apart(value, made)
+            module.__dict__[name] = apart.of(value)
     return new
 
 
-def _apart(value: Any, made: dict[int, Any]) -> Any:
-    """``value``, which deepcopy gave, with copies of what the callables in it hold, which deepcopy does not reach."""
-    if type(value) in (list, tuple, dict):
-        return value if made.get(id(value)) is value else _container_apart(value, made)
-    if isinstance(value, functools.partial):
-        function = _apart(value.func, made)
-        return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
-    if isinstance(value, types.BuiltinMethodType):
-        owner = value.__self__  # a module, a class or nothing where it is a function or no instance's
-        held = isinstance(owner, (types.ModuleType, type, NoneType))
-        return value if held else getattr(copy.deepcopy(owner, made), value.__name__)
-    if isinstance(value, types.FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
-        return _function_apart(value, made)
-    return value
+class _Apart:
+    """What stands, in a copy, for callables and the containers that hold them, which deepcopy leaves as they are."""
 
+    def __init__(self, made: dict[int, Any]) -> None:
+        self.made = made  # deepcopy's: id of an original -> its copy
+        self.found: dict[int, tuple[Any, Any]] = {}  # id -> what was asked for, kept alive, and what stands for it
 
-def _container_apart(value: Any, made: dict[int, Any]) -> Any:
-    made[id(value)] = value  # it has been copied, and may hold itself
-    if type(value) is dict:
-        for key, each in value.items():
-            value[key] = _apart(each, made)
+    def of(self, value: Any) -> Any:
+        """For something that deepcopy gave."""
+        if id(value) in self.found:
+            return self.found[id(value)][1]
+        self.found[id(value)] = value, value  # it may hold itself
+        new = self._of(value)
+        self.found[id(value)] = value, new
+        return new
+
+    def _of(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            for key, new in [(key, new) for key, each in value.items() if (new := self.of(each)) is not each]:
+                value[key] = new
+        elif isinstance(value, list):
+            for place, each in enumerate(value):
+                if (new := self.of(each)) is not each:
+                    value[place] = new
+        elif type(value) is tuple:
+            new = tuple(map(self.of, value))
+            return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+        elif isinstance(value, functools.partial):
+            parts = value.func, value.args, value.keywords
+            new = self.of(parts[0]), self._held(parts[1]), self._held(parts[2])
+            if any(a is not b for a, b in zip(new, parts, strict=True)):
+                return functools.partial(new[0], *new[1], **new[2])
+        elif isinstance(value, types.BuiltinMethodType):
+            owner = self._held(value.__self__)
+            return value if owner is value.__self__ else getattr(owner, value.__name__)
+        elif isinstance(value, types.FunctionType):
+            return self._function(value)
         return value
-    held = [_apart(each, made) for each in value]
-    if type(value) is tuple:
-        return tuple(held) if any(new is not old for new, old in zip(held, value, strict=True)) else value
-    value[:] = held
-    return value
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        cells = function.__closure__ or ()
+        if not (cells or function.__defaults__ or function.__kwdefaults__):
+            return function
+        copies = tuple(types.CellType() for _ in cells)
+        new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, copies)
+        functools.update_wrapper(new, function)
+        self.found[id(function)] = function, new  # one of its cells may hold itself
+        changed = any(each.opname == "STORE_DEREF" for each in dis.get_instructions(function)) and bool(cells)
+        for cell, held in zip(cells, copies, strict=True):
+            with suppress(ValueError):  # an empty one
+                value = cell.cell_contents
+                held.cell_contents = self._held(value)
+                changed |= held.cell_contents is not value and held.cell_contents is not new
+        new.__defaults__, new.__kwdefaults__ = self._held(function.__defaults__), self._held(function.__kwdefaults__)
+        changed |= new.__defaults__ is not function.__defaults__ or new.__kwdefaults__ is not function.__kwdefaults__
+        return new if changed else function
+
+    def _held(self, value: Any) -> Any:
+        """For what a callable holds: parts of the model, other callables, what may be written into; else itself."""
+        if id(value) in self.made:
+            return self.made[id(value)]
+        if isinstance(value, (types.FunctionType, types.BuiltinMethodType, functools.partial)):
+            return self.of(value)
+        if isinstance(value, types.MethodType):
+            owner = self._held(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if type(value) is tuple:
+            new = tuple(map(self._held, value))
+            return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+        if not _may_be_written(value):
+            return value
+        self._share(value, _DEEP)
+        try:
+            return self.of(copy.deepcopy(value, self.made))
+        except Exception:  # it holds a lock, a file
+            return value
+
+    def _share(self, value: Any, depth: int) -> None:
+        """Leaves modules, tensors and arrays in it, which may be large, to the original and the copy alike."""
+        if isinstance(value, nn.Module) or hasattr(value, "nbytes"):
+            self.made.setdefault(id(value), value)
+        elif depth > 0:
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+            for each in (*held, *getattr(value, "__dict__", {}).values()):
+                self._share(each, depth - 1)
 
 
-def _function_apart(function: types.FunctionType, made: dict[int, Any]) -> types.FunctionType:
-    if id(function) in made:
-        return made[id(function)]
-    cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    held = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-    functools.update_wrapper(held, function)
-    made[id(function)] = held  # before its cells, in one of which it may be itself
-    held.__defaults__ = _copy_apart(function.__defaults__, made)
-    held.__kwdefaults__ = _copy_apart(function.__kwdefaults__, made)
-    for old, new in zip(function.__closure__ or (), cells, strict=True):
-        with suppress(ValueError):  # an empty one
-            new.cell_contents = _copy_apart(old.cell_contents, made)
-    return held
-
-
-def _copy_apart(value: Any, made: dict[int, Any]) -> Any:
-    return _apart(copy.deepcopy(value, made), made)
+def _may_be_written(value: Any) -> bool:
+    """Whether it is a container, a generator of numbers, or an object whose attributes are no tensors and modules."""
+    kind, own = type(value), getattr(value, "__dict__", None) or {}
+    if isinstance(value, (types.ModuleType, type, Tensor, nn.Module)):
+        return False
+    if isinstance(value, _CONTAINERS) or kind.__module__.partition(".")[0] in ("itertools", "random", "numpy"):
+        return True
+    large = any(isinstance(each, (Tensor, nn.Module)) for each in own.values())
+    return not large and bool(own or getattr(kind, "__slots__", None))
 
 
 def _rebound(function: types.FunctionType, parts: dict[int, Any]) -> types.FunctionType:

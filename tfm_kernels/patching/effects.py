@@ -81,8 +81,9 @@ class _Held:
 
     def note_made(self) -> None:
         """Takes in what a run has computed once: from now on writing into it counts."""
-        if not self.pictures:
-            now = self._look()  # which knows of what is computed once
+        inside = [] if self.pictures else [inner for inner in self.module.modules() if inner not in self.apart]
+        if any(_is_computed_once(inner, key) for inner in inside for key in inner.__dict__):
+            now = self._look()
             self.before |= {name: now[name] for name in self.once - self.before.keys() if name in now}
 
     def written(self) -> str | None:
@@ -104,7 +105,7 @@ class _Held:
                 own = {} if isinstance(inner, torch.jit.ScriptModule) else inner.__dict__
                 own = {key: each for key, each in own.items() if key not in OF_TORCH}
                 if self.pictures:
-                    own = {key: each for key, each in own.items() if callable(each) or _is_generator(each)}
+                    own = {key: each for key, each in own.items() if _calls(each) or _is_generator(each)}
                     self.exact |= {prefix + key for key in own}
                 found |= {prefix + key: self._known_by(each, modules=not self.pictures) for key, each in own.items()}
                 self.once |= {prefix + key for key in own if _is_computed_once(inner, key)}
@@ -125,6 +126,8 @@ class _Held:
         self.alive.append(value)
         known = tuple if type(value) is tuple else id(value)
         if isinstance(value, nn.Module) and not self.into_modules:
+            return known
+        if isinstance(value, dict) and self.pictures:  # of what a callable keeps by its key: a cache, like a picture
             return known
         if id(value) in self.seen or len(self.seen) > _MANY or depth == 0:
             return known
@@ -171,7 +174,8 @@ def _parts(value: Any) -> Iterator[tuple[Any, ...]]:
     elif isinstance(value, functools.partial):
         yield value.func, value.args, value.keywords
     elif isinstance(value, types.FunctionType):
-        yield value.__defaults__, value.__kwdefaults__, value.__dict__
+        yield value.__defaults__, value.__kwdefaults__
+        yield from ((key, each) for key, each in value.__dict__.items() if not key.startswith("__"))  # torch's notes
         yield tuple(in_closure(value))
         named = (value.__globals__.get(name) for name in value.__code__.co_names)
         yield tuple(each for each in named if not isinstance(each, (types.ModuleType, type, types.FunctionType)))
@@ -216,6 +220,11 @@ def _numpy_generator(value: Any) -> tuple[Any, ...]:
     if isinstance(value, drawn.RandomState):
         return (repr(value.get_state(legacy=False)),)
     return (repr(value.bit_generator.state),) if isinstance(value, drawn.Generator) else ()
+
+
+def _calls(value: Any) -> bool:
+    """Whether it is a callable, or some in a row."""
+    return callable(value) or (isinstance(value, (list, tuple)) and any(map(callable, value)))
 
 
 def _is_generator(value: Any) -> bool:

@@ -221,10 +221,12 @@ def _check(model: Any, loss_fn: Any, dtype: Any, count: Any, limit: Any) -> None
     if not isinstance(model, nn.Module):
         raise TypeError(f"prove: model must be a torch.nn.Module, got {type(model).__name__}")
     held = ((name, each) for name, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule))
-    compiled = next((name or "the model" for name, each in held if next(each.parameters(), None) is not None), None)
+    trained = (name or "the model" for name, each in held if any(p.requires_grad for p in each.parameters()))
+    compiled = next(trained, None)
     if compiled is not None:
         raise ValueError(
-            f"prove: TorchScript has compiled {compiled}, which cannot be followed in float64; prove it before"
+            f"prove: TorchScript has compiled {compiled}, whose gradients cannot be had in float64; freeze it, or "
+            "prove the model before"
         )
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"prove: loss_fn must be a function or None, got {type(loss_fn).__name__}")
