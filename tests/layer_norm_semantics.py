@@ -36,6 +36,20 @@ def calls(width, dtype, rows):
     yield "add_layer_norm", {"x": x, "residual": residual, "weight": w.float(), "dropout_p": 0.3, "seed": SEED}
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_of_any_strides(backend, dtype):
+    x, (w, b) = randn(5, 66, dtype=dtype), randn(66, 2, dtype=dtype, seed=1).unbind(1)
+    for op, given in (("layer_norm", (w, b)), ("rms_norm", (w,))):
+        leaves = [t.clone().requires_grad_() for t in (x, *(t.contiguous() for t in given))]
+        turned = [x.clone().requires_grad_(), *(t.detach().requires_grad_() for t in given)]
+        assert not any(t.is_contiguous() for t in turned[1:])
+        results = []
+        for tensors in (leaves, turned):
+            y = getattr(tfk.ops, op)(*tensors, backend=backend)
+            results.append((y, *torch.autograd.grad(y.square().sum(), tensors)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), op
+
+
 @pytest.mark.parametrize("width", [7, 64, 130])
 @pytest.mark.parametrize("p", PROBABILITIES)
 def test_dropout_masks_are_those_of_the_other_backends(backend, width, p):
