@@ -38,6 +38,10 @@ def calls(width, dtype, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_of_any_strides(backend, dtype):
+    assert_weights_of_any_strides(backend, dtype)
+
+
+def assert_weights_of_any_strides(backend, dtype):
     x, (w, b) = randn(5, 66, dtype=dtype), randn(66, 2, dtype=dtype, seed=1).unbind(1)
     for op, given in (("layer_norm", (w, b)), ("rms_norm", (w,))):
         leaves = [t.clone().requires_grad_() for t in (x, *(t.contiguous() for t in given))]

@@ -10,6 +10,7 @@ from tests.layer_norm_semantics import (
     assert_constant_row_gives_the_bias,
     assert_eps_outside_of_the_root,
     assert_sum_need_not_be_kept,
+    assert_weights_of_any_strides,
 )
 from tests.threads import on_threads
 from tfm_kernels import dropout
@@ -23,6 +24,12 @@ NAN = float("nan")
 
 def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_any_strides(backend, dtype):
+    assert_weights_of_any_strides(backend, dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
