@@ -80,7 +80,7 @@ def test_our_models(kind):
 def test_chosen_layers_and_heads():
     model, ids = small("translation"), inputs("translation")
     every = tfk.get_attention_maps(model, *ids)
-    cross = tfk.get_attention_maps(model, ids, layers="*.multihead_attn", heads=[3, 1])  # one tuple of both
+    cross = tfk.get_attention_maps(model, tuple(ids), layers="*.multihead_attn", heads=[3, 1])  # one tuple of both
     assert list(cross) == [name for name in every if name.endswith("multihead_attn")]
     for name, tensor in cross.items():
         assert torch.equal(tensor, every[name][:, [3, 1]])
