@@ -5,6 +5,7 @@ import torch
 
 import tfm_kernels as tfk
 from tfm_kernels.nn.layer_norm import add, add_norm
+from tfm_kernels.testing.float64 import assert_same_in_float64
 
 from .twins import BACKENDS, assert_same, label, pairwise, randn, twins
 
@@ -116,7 +117,7 @@ def test_torch_fx_traces_norms(kind):
 def test_the_default_eps_is_that_of_the_sum(backend):
     x, residual = torch.full((2, 8), 1e-5), 1e-5 * torch.arange(8.0).double().expand(2, 8)
     y, z = tfk.ops.add_rms_norm(x, residual, backend=backend)
-    torch.testing.assert_close(y.double(), torch.nn.functional.rms_norm(z, (8,)), rtol=1e-6, atol=0.0)
+    assert_same_in_float64(y, torch.nn.functional.rms_norm(z, (8,)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

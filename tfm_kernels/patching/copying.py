@@ -71,13 +71,11 @@ class _Apart:
                 if (new := self.of(each)) is not each:
                     value[place] = new
         elif type(value) is tuple:
-            new = tuple(map(self.of, value))
-            return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+            return _unless_alike(tuple(map(self.of, value)), value)
         elif isinstance(value, functools.partial):
             parts = value.func, value.args, value.keywords
-            new = self.of(parts[0]), self._held(parts[1]), self._held(parts[2])
-            if any(a is not b for a, b in zip(new, parts, strict=True)):
-                return functools.partial(new[0], *new[1], **new[2])
+            function, args, keywords = new = _unless_alike(tuple(map(self._held, parts)), parts)
+            return value if new is parts else functools.partial(function, *args, **keywords)
         elif isinstance(value, types.BuiltinMethodType):
             owner = self._held(value.__self__)
             return value if owner is value.__self__ else getattr(owner, value.__name__)
@@ -113,8 +111,7 @@ class _Apart:
             owner = self._held(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if type(value) is tuple:
-            new = tuple(map(self._held, value))
-            return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+            return _unless_alike(tuple(map(self._held, value)), value)
         if not _may_be_written(value):
             return value
         self._share(value, _DEEP)
@@ -131,6 +128,11 @@ class _Apart:
             held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
             for each in (*held, *getattr(value, "__dict__", {}).values()):
                 self._share(each, depth - 1)
+
+
+def _unless_alike(new: tuple, old: tuple) -> tuple:
+    """``old`` where ``new`` holds the same objects."""
+    return new if any(a is not b for a, b in zip(new, old, strict=True)) else old
 
 
 def _may_be_written(value: Any) -> bool:

@@ -74,10 +74,11 @@ def _itself(module: nn.Module) -> list[nn.Module]:
 
 def _register(cls: type, what: str, fuse: Any = _same, covers: tuple[str, ...] = (), **more: Any) -> None:
     def recognise(module: nn.Module) -> bool | str:
+        if type(module) is not cls:
+            return False
         compiled = (name for name in _ATTENTION if isinstance(module._modules.get(name), torch.jit.ScriptModule))
-        if type(module) is cls and (name := next(compiled, None)) is not None:
-            return f"TorchScript has compiled its {name}"  # which it could not call without weights
-        return type(module) is cls
+        child = next(compiled, None)  # which a fused layer could not call without weights
+        return True if child is None else f"TorchScript has compiled its {child}"
 
     def inside(module: nn.Module) -> list[nn.Module]:
         return [inner for name in covers if (inner := module._modules.get(name)) is not None]
