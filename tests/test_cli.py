@@ -111,6 +111,11 @@ def test_prove_a_function_of_a_file(capsys, model, tmp_path):
     assert told["passed"] and told["model"] == "TransformerEncoder" and not told["training"]
 
 
+def test_prove_under_torch_compile(capsys, model):
+    code, out, _ = run(capsys, "prove", f"{model}:build", "--compile")
+    assert code == 0 and "ok  output, compiled, no_grad" in out and "torch.compile made 1 graph" in out
+
+
 def test_prove_a_function_of_a_module_in_training_mode_with_steps(capsys, model, monkeypatch):
     monkeypatch.syspath_prepend(str(model.parent))
     code, out, _ = run(capsys, "prove", "my_model:with_loss", "--train", "--steps", "1", "--dtype", "bfloat16")

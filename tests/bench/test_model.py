@@ -27,6 +27,21 @@ def test_the_users_model_is_left_as_it_was(encoder):
     assert model.compare(encoder, x, train=True, seconds=0.0).training and len(settings(encoder)) == 1
 
 
+def test_a_model_of_torch_nn_itself_is_compiled(encoder, monkeypatch):
+    """`Module.compile` compiles nothing of it, and says nothing."""
+    graphs, real = [], torch.compile
+
+    def compile(module, backend=None):
+        made = []
+        graphs.append(made)
+        return real(module, backend=backend or (lambda graph, inputs: made.append(graph) or graph.forward))
+
+    monkeypatch.setattr(torch, "compile", compile)
+    report = model.compare(encoder.eval(), torch.randn(2, 5, 16), compiled=True, seconds=0.0)
+    assert [runner.name for runner in report.runners] == list(model.RUNNERS)
+    assert [bool(made) for made in graphs[-2:]] == [True, True], "the original's and the patched model's"
+
+
 def test_an_output_of_several_parts_is_differentiated_whole():
     class Two(nn.Module):
         def __init__(self):

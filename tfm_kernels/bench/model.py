@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import statistics
 import sys
@@ -18,12 +19,14 @@ from torch.utils import _pytree as pytree
 from .. import _measured, interleaved, patching
 from .._version import __version__
 from ..proof import prove_patched
+from ..proof.compiled import CompileFails, is_compiled, plain
 from ..proof.modules import replaced
 from ..proof.report import ProofReport
 from ..proof.runs import Call, device_of, named_tensors
+from ..proof.side_by_side import first_line
 from . import memory, record
 
-STOCK, PATCHED, COMPILED = "stock", "patched", "torch.compile"
+RUNNERS = STOCK, PATCHED, COMPILED, BOTH = "stock", "patched", "torch.compile", "patched, torch.compile"
 ROUNDS = 1000
 
 Progress = Callable[[str], None]
@@ -34,7 +37,7 @@ class Runner:
     """One way of running the model.
 
     Attributes:
-        name: "stock", "patched" or "torch.compile".
+        name: "stock", "patched", "torch.compile" (of the original) or "patched, torch.compile".
         seconds: the median of one call.
         faster: the median of the rounds' ratios stock / this one: how many times faster it is.
         least: the smallest of these ratios.
@@ -61,7 +64,7 @@ class SpeedReport:
         patched: what was replaced, in one line.
         proof: prove()'s report; where it failed nothing was timed.
         environment: machine and versions.
-        runners: the original, the patched model and, where asked for, the compiled original.
+        runners: the original, the patched model and, where asked for, both compiled.
         rounds: name -> seconds of one call, a mapping a round.
         problems: name -> why it was not timed.
     """
@@ -79,6 +82,7 @@ class SpeedReport:
         """A line for each runner, and what it was: model, machine, proof."""
         e = self.environment
         what = "training step (forward and backward)" if self.training else "inference (no_grad)"
+        wide = max(14, *(len(runner.name) + 2 for runner in self.runners))
         where = e.get("gpu") or f"{e['cpu']}, {e['threads']} thread{'s' * (e['threads'] != 1)}"
         lines = [
             f"{self.model}, {what} in {self.proof.dtype} on {where}, torch {e['torch']}",
@@ -86,12 +90,12 @@ class SpeedReport:
             str(self.proof),
             *(f"note: {note}" for note in self.proof.notes),
             "",
-            f"{'runner':14}{'median ms':>12}{'times faster':>14}{'least':>8}{'largest':>9}{'peak MiB':>11}",
+            f"{'runner':{wide}}{'median ms':>12}{'times faster':>14}{'least':>8}{'largest':>9}{'peak MiB':>11}",
         ]
         for runner in self.runners:
             held = "" if runner.memory is None else f"{runner.memory / 2**20:.1f}"
             ratios = f"{runner.faster:>14.2f}{runner.least:>8.2f}{runner.largest:>9.2f}"
-            lines.append(f"{runner.name:14}{runner.seconds * 1e3:>12.3f}{ratios}{held:>11}".rstrip())
+            lines.append(f"{runner.name:{wide}}{runner.seconds * 1e3:>12.3f}{ratios}{held:>11}".rstrip())
         lines += [f"{name}: not timed ({why})" for name, why in self.problems.items()]
         lines.append(f"{len(self.rounds)} rounds in turns; times faster: stock / runner of each round, their median")
         lines.append(
@@ -133,7 +137,8 @@ def compare(
         dtype: run all in it; None is the model's own.
         train: a call is a training step, forward and backward without an optimizer; else inference under no_grad.
         freeze: ``patch(model, freeze=True)``, for inference only.
-        compiled: time the original under torch.compile, too.
+        compiled: time the original and the patched model under torch.compile, too, and prove that one as well
+            (``prove``'s ``compile``). A model that comes compiled is.
         seconds: how long to time, at least three rounds and at most a thousand; short calls are repeated in a sample.
         progress: told of each stage.
 
@@ -143,6 +148,8 @@ def compare(
 
     Cost: ``prove`` with its copies of the model, then ``seconds`` and seven calls of each runner.
     """
+    compiled = compiled or is_compiled(model)
+    model = plain(model)
     fused = copy.deepcopy(model).train(train)
     if not patching.settings(fused):
         patching.patch(fused, freeze=freeze)
@@ -153,7 +160,13 @@ def compare(
     names = replaced(stock, fused)
     if not names:
         raise ValueError(f"patch() replaces no module of {type(model).__name__}, so there is nothing to compare")
-    proof = prove_patched(fused, inputs, loss_fn=loss_fn, dtype=dtype, progress=progress)
+    problems: dict[str, str] = {}
+    proves: Any = functools.partial(prove_patched, fused, inputs, loss_fn=loss_fn, dtype=dtype, progress=progress)
+    try:
+        proof = proves(compile=compiled)
+    except CompileFails as error:
+        problems[BOTH] = first_line(error)
+        proof = proves(compile=False)
     call = Call.of(inputs)
     devices = _gpus(stock, call)
     report = SpeedReport(
@@ -161,10 +174,11 @@ def compare(
     )
     if not proof.passed:
         return report
-    models = {STOCK: stock, PATCHED: fused}
+    report.problems |= problems
+    models: dict[str, nn.Module] = {STOCK: stock, PATCHED: fused}
     if compiled:
-        models[COMPILED] = copy.deepcopy(stock)
-        models[COMPILED].compile()
+        both = {COMPILED: stock, BOTH: fused}
+        models |= {name: each for name, each in both.items() if name not in problems}
     with torch.set_grad_enabled(train):
         calls = _calls(models, call, dtype, loss_fn, train, report.problems, progress)
         _time(report, calls, devices, seconds, progress)
@@ -202,20 +216,21 @@ def _calls(
     problems: dict[str, str],
     progress: Progress,
 ) -> dict[str, Callable[[], object]]:
-    """Name -> one call, run twice; of the compiled model, which compiles in them, only where that works."""
+    """Name -> one call, run twice; of the compiled models, which compile in them, only where that works."""
     calls: dict[str, Callable[[], object]] = {}
     for name, each in models.items():
         progress(f"first calls, {name}")
         each = each if dtype is None else each.to(dtype)
         own = call.to(dtype)
-        run: Callable[[], object] = Step(each, own, loss_fn) if train else Inference(each, own)
+        called: Any = torch.compile(each) if name in (COMPILED, BOTH) else each
+        run: Callable[[], object] = Step(called, own, loss_fn) if train else Inference(called, own)
         try:
             run()
             run()
         except Exception as error:  # whatever a compiler throws, the others are still worth timing
-            if name != COMPILED:
+            if name not in (COMPILED, BOTH):
                 raise
-            problems[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no words'])[0]}"
+            problems[name] = f"{type(error).__name__}: {first_line(error)}"
         else:
             calls[name] = run
     return calls

@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
     model.add_argument("--train", action="store_true", help="time forward and backward; default: inference, no_grad")
     model.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"), help="default: the model's")
     model.add_argument("--freeze", action="store_true", help="patch(model, freeze=True), for inference only")
-    model.add_argument("--compile", action="store_true", help="time the original under torch.compile as well")
+    model.add_argument("--compile", action="store_true", help="time both under torch.compile as well")
     model.add_argument("--seconds", type=float, help=f"how long to time, three rounds at least; default {SECONDS:g}")
     target.declare_json(model)
     ops = bench.add_argument_group("without a target: the grid of ops, about 15 minutes on 2 cores")

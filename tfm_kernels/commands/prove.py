@@ -31,6 +31,7 @@ def add(commands: Any) -> None:
     prove.add_argument("--steps", type=int, default=0, help="training steps to compare, default 0")
     prove.add_argument("--limit", type=float, default=1.05, help="allowed ratio of errors, default 1.05")
     prove.add_argument("--train", action="store_true", help="in training mode, dropout on")
+    prove.add_argument("--compile", action="store_true", help="prove the patched model under torch.compile as well")
     target.declare_json(prove)
 
 
@@ -43,6 +44,7 @@ def _run(options: argparse.Namespace) -> int:
         model.train()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     arguments = {"loss_fn": loss_fn, "dtype": dtype, "count": options.steps, "limit": options.limit}
+    arguments["compile"] = options.compile or None  # a model that comes compiled is proven as it is
     try:
         report = prove_patched(model, inputs, **arguments, progress=stages(options.prog))
     except Exception as error:  # whatever the user's model raises is told in one sentence

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from .. import patching
 from ..patching import frozen, swap
 from ..patching.copying import copied
-from . import modules, nearby, padding, precision, steps
+from . import compiled, modules, nearby, padding, precision, steps
 from .repeated import call_repeatedly
 from .repeated import compare as compare_repeated
 from .report import ProofReport as ProofReport
 from .report import Row as Row
 from .rule import Judge, typical_error
-from .runs import Call
+from .runs import Call, named
 from .side_by_side import Models, Originals, PatchedFails, Trio, run_three, told_apart
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,6 +33,7 @@ def prove(
     dtype: torch.dtype | None = None,
     steps: int = 0,
     limit: float = 1.05,
+    compile: bool | None = None,
 ) -> ProofReport:
     """Compares the patched model with the original, tensor by tensor, against a float64 run of the original.
 
@@ -48,6 +49,10 @@ def prove(
     Repeated calls: after a call with other inputs (tensors rolled by one) the patched model's outputs must be right, in
     evaluation mode a second call must give the same bits, and no call may change what an earlier one returned; each
     only where the original does so.
+
+    torch.compile: with ``compile`` the outputs, buffers and gradients of the patched model's compiled form are judged,
+    too, by the same rule and beside the original as it is, padding included; all else is without it. Compiled code
+    draws other random numbers: where dropout is on it is left out, with a note.
 
     Packed stacks: the original is given the same zeros at padded positions, and all that the model makes of them is
     compared. An output, a loss, a buffer or a gradient that depends on what PyTorch computes there fails, with the
@@ -72,16 +77,19 @@ def prove(
         steps: how many steps of SGD with momentum both models take, for the weights to be compared after.
         limit: the allowed ratio of errors in 16-bit types; float32 allows 2 / 1.05 times as much, since there the order
             of summation makes the error.
+        compile: whether to prove the patched model under ``torch.compile`` (Inductor, its defaults) as well. None does
+            where the model, or a module in it, came compiled; the original then runs without.
 
     Returns:
         A report: ``passed``, ``worst``, ``culprits``, ``table()``, ``to_json()``.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or no output can be compared.
-        RuntimeError: the patched model cannot run the call.
+        RuntimeError: the patched model cannot run the call, or cannot be compiled.
 
     Cost: three copies of the model, one in float64; three times forward and backward, one more forward in float64 and
-    two or three of the patched model, and as much for the modules; six times more where gradients alone fail.
+    two or three of the patched model, and as much for the modules; six times more where gradients alone fail. With
+    ``compile`` what compiling takes, twice (with a graph and without), and five more runs.
 
     Example:
         >>> model = nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)
@@ -90,7 +98,7 @@ def prove(
         >>> report = prove(model, inputs, dtype=torch.bfloat16)
         >>> assert report.passed, report.table()
     """
-    return prove_patched(model, inputs, loss_fn=loss_fn, dtype=dtype, count=steps, limit=limit)
+    return prove_patched(model, inputs, loss_fn=loss_fn, dtype=dtype, count=steps, limit=limit, compile=compile)
 
 
 def prove_patched(
@@ -101,12 +109,15 @@ def prove_patched(
     dtype: torch.dtype | None = None,
     count: int = 0,
     limit: float = 1.05,
+    compile: bool | None = None,
     patch: Callable[[nn.Module], Any] | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ProofReport:
     """prove() with the way of patching the original (in place), and a function that is told of each stage."""
     started = time.perf_counter()
-    _check(model, loss_fn, dtype, count, limit)
+    _check(model, loss_fn, dtype, count, limit, compile)
+    asked = compiled.is_compiled(model) if compile is None else compile
+    model = compiled.plain(model)
     own = dtype or _lowest_dtype(model)
     judge = Judge(own, float(limit))
     call = Call.of(inputs).to(dtype)
@@ -132,6 +143,7 @@ def prove_patched(
         progress("patched model without a graph")
         with told_apart(models, call, own, loss_fn):
             repeated = call_repeatedly(patched, call)
+        form = compiled.form(patched, call, report.notes, progress) if asked else None
         left_out = repeated.left_out
         _thaw(patched, report.notes)
         progress("original in float64, recording the inputs of the replaced modules")
@@ -141,6 +153,7 @@ def prove_patched(
     except PatchedFails as error:
         raise RuntimeError(f"prove: the patched {report.model} fails where the original runs: {error}") from error
     repeated.look()
+    beside = None if form is None else form.run(models, own, loss_fn)
     report.rows += padding.reads(raw, trio.exact, left_out, trio.reached, with_loss=loss_fn is not None)
     report.notes += padding.notes(trio.ignored)
     typical = typical_error(trio.exact.gradients, trio.stock.gradients)
@@ -152,9 +165,13 @@ def prove_patched(
     report.rows += outputs
     report.notes += [f"{each}, which is not compared" for each in unseen]
     plain = trio.exact.outputs, trio.stock.outputs, repeated.first.copies
-    renamed = [{f"{name}, no_grad": value for name, value in values.items()} for values in plain]
-    report.rows += judge.compare("output", *renamed, module="", typical=typical, by_row=True)
+    report.rows += judge.compare("output", *named(plain, "no_grad"), module="", typical=typical, by_row=True)
     report.rows += compare_repeated(repeated, stock, call)
+    if form is not None and beside is not None:
+        without_graph = beside.exact.outputs, beside.stock.outputs, form.plain.copies
+        for values, words in ((beside.outputs(), "compiled"), (without_graph, "compiled, no_grad")):
+            report.rows += judge.compare("output", *named(values, words), module="", typical=typical, by_row=True)
+        report.rows += judge.compare("buffer", *named(beside.buffers(), "compiled"), typical=typical)
     del repeated
     for name, module in patched.named_modules():
         found = swap.fallbacks(module)
@@ -165,13 +182,18 @@ def prove_patched(
     told = all(row.passed for row in report.rows + alone)  # else it is known that something is wrong, and what
     again = functools.partial(nearby.judged_again, models=models, dtype=own, tell=progress)
 
-    def gradients(done: Trio) -> list[Row]:
-        return judge.compare("gradient", *done.gradients(), rows_summed=done.rows, no_more=True)
+    def gradients(done: Trio, beside: Trio | None) -> list[Row]:
+        rows = judge.compare("gradient", *done.gradients(), rows_summed=done.rows, no_more=True)
+        if beside is not None:
+            values = named(beside.gradients(), "compiled")
+            rows += judge.compare("gradient", *values, rows_summed=done.rows, no_more=True)
+        return rows
 
     def gradients_there() -> list[Row]:
-        return gradients(run_three(models, call, own, left_out, loss_fn, lambda outputs: trio.ignored))
+        done = run_three(models, call, own, left_out, loss_fn, lambda outputs: trio.ignored)
+        return gradients(done, None if form is None else form.run(models, own, loss_fn))
 
-    rows = gradients(trio)
+    rows = gradients(trio, beside)
     report.rows += again(rows, compare=gradients_there) if told else rows
     report.rows += alone
     if count:
@@ -217,7 +239,7 @@ def _lowest_dtype(model: nn.Module) -> torch.dtype:
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.get_default_dtype())
 
 
-def _check(model: Any, loss_fn: Any, dtype: Any, count: Any, limit: Any) -> None:
+def _check(model: Any, loss_fn: Any, dtype: Any, count: Any, limit: Any, compile: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"prove: model must be a torch.nn.Module, got {type(model).__name__}")
     held = ((name, each) for name, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule))
@@ -236,3 +258,5 @@ def _check(model: Any, loss_fn: Any, dtype: Any, count: Any, limit: Any) -> None
         raise ValueError(f"prove: steps must be an integer >= 0, got {count!r}")
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 1.0 <= limit < float("inf"):
         raise ValueError(f"prove: limit must be a finite number >= 1, got {limit!r}")
+    if compile is not None and not isinstance(compile, bool):
+        raise TypeError(f"prove: compile must be True, False or None, got {compile!r}")

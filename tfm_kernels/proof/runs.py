@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,12 +97,31 @@ class Returned:
         return differing(self.outputs, self.copies)
 
 
-def forward(model: nn.Module, call: Call, *, seed: int = SEED) -> Returned:
-    """One call without a graph."""
+def forward(model: nn.Module, call: Call, *, seed: int = SEED, compiled: Callable[..., Any] | None = None) -> Returned:
+    """One call without a graph; ``compiled`` as in ``run``."""
     device = device_of(model, call)
-    with torch.no_grad(), seeded(seed, device), same_dropout(device), buffers_kept(model):
-        outputs = {name: value.detach() for name, value in named_tensors(model(*call.args, **call.kwargs)).items()}
+    with torch.no_grad(), seeded(seed, device), _dropout(device, compiled), buffers_kept(model):
+        result = (model if compiled is None else compiled)(*call.args, **call.kwargs)
+        outputs = {name: value.detach() for name, value in named_tensors(result).items()}
         return Returned(outputs, {name: value.clone() for name, value in outputs.items()})
+
+
+def draws(model: nn.Module, call: Call) -> bool:
+    """Whether a call of the model draws random numbers, as dropout does."""
+    device = device_of(model, call)
+    with torch.no_grad(), seeded(SEED, device), buffers_kept(model):
+        before = _random_state(device)
+        own = call.to(None)
+        model(*own.args, **own.kwargs)
+        return not all(map(torch.equal, before, _random_state(device)))
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _dropout(device: torch.device, compiled: Callable[..., Any] | None) -> AbstractContextManager[None]:
+    return same_dropout(device) if compiled is None else nullcontext()
 
 
 def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> set[str]:
@@ -121,6 +140,7 @@ def run(
     ignored: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda outputs: {},
     seed: int = SEED,
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    compiled: Callable[..., Any] | None = None,
 ) -> Run:
     """Forward, and backward where a graph is recorded.
 
@@ -134,12 +154,14 @@ def run(
         ignored: from the outputs, output -> bool over its leading axes, True at padding, which weighs nothing.
         seed: of the dropout masks.
         within: gives the context that the model and ``loss_fn`` are called in, and again the backward.
+        compiled: the model's form under torch.compile, which is called in its place: outside of ``same_dropout``,
+            within which nothing is compiled.
     """
     model.zero_grad(set_to_none=True)
     device = device_of(model, call)
-    with seeded(seed, device), same_dropout(device), buffers_kept(model) as before:
+    with seeded(seed, device), _dropout(device, compiled), buffers_kept(model) as before:
         with within():
-            result = model(*call.args, **call.kwargs)
+            result = (model if compiled is None else compiled)(*call.args, **call.kwargs)
             loss = None if loss_fn is None else loss_fn(result)
         outputs = {name: value for name, value in named_tensors(result).items() if name not in without}
         done = Run({name: value.detach().clone() for name, value in outputs.items()})  # a buffer is soon put back
@@ -186,6 +208,11 @@ def named_tensors(result: Any, name: str = "output") -> dict[str, Tensor]:
     A complex tensor is given as its real and imaginary parts.
     """
     return {key: tensor for key, leaf in _leaves(result, name).items() if (tensor := _tensor(leaf)) is not None}
+
+
+def named(runs: Iterable[Mapping[str, Tensor]], words: str) -> list[dict[str, Tensor]]:
+    """The tensors of each run under names that say how they came about: "output, no_grad"."""
+    return [{f"{name}, {words}": value for name, value in values.items()} for values in runs]
 
 
 def others(result: Any, name: str = "output") -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,7 @@ def run_three(
     at_padding: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda outputs: {},
     tell: Callable[[str], None] = lambda stage: None,
     without: Collection[str] = (),
+    compiled: Callable[..., Any] | None = None,
 ) -> Trio:
     """Forward and backward of all three.
 
@@ -160,9 +161,10 @@ def run_three(
         at_padding: from the outputs in float64, output -> which positions are padding, and weigh nothing.
         tell: told of each stage.
         without: as in ``run``.
+        compiled: as in ``run``, of the patched model.
 
     Raises:
-        PatchedFails: as in ``run_alone``.
+        PatchedFails: as in ``run_alone``; what a compiled form raises is raised as it is.
     """
     originals = Originals(models, left_out, dtype)
     ignored: dict[str, Tensor] = {}
@@ -183,10 +185,10 @@ def run_three(
     told: Any = {"loss_fn": loss_fn, "without": without, "ignored": known}
     stock = run(models.stock, call.to(None), dtype, within=originals.in_its_own_dtype, **told)
     tell("patched model, forward and backward")
-    with told_apart(models, call, dtype, loss_fn):
-        patched = run(models.patched, call.to(None), dtype, **told)
+    with told_apart(models, call, dtype, loss_fn) if compiled is None else nullcontext():
+        patched = run(models.patched, call.to(None), dtype, **told, compiled=compiled)
     if loss_fn is None and not patched.outputs.keys() <= stock.outputs.keys():  # more was weighted than there should be
-        patched = run(models.patched, call.to(None), dtype, only=stock.outputs, ignored=known)
+        patched = run(models.patched, call.to(None), dtype, only=stock.outputs, ignored=known, compiled=compiled)
     return Trio(exact, stock, patched, ignored, reached)
 
 
