@@ -249,8 +249,8 @@ def test_list(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [
         line.split()[0] for line in lines
-    ] == "environment build contract repeats memory limits speed sanitizers".split()
-    assert lines[-1].endswith("only where --part names it")
+    ] == "environment build contract repeats memory limits speed models sanitizers".split()
+    assert all(line.endswith("only where --part names it") for line in lines[-2:])
 
 
 def test_what_an_ended_process_started_ends_too(tmp_path, monkeypatch):

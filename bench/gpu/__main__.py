@@ -2,6 +2,7 @@
 
 python -m bench.gpu                      all parts in order; files go to bench/results/<device>/<part>.json
 python -m bench.gpu --part contract      one part; may be repeated
+python -m bench.gpu --part models        whole patched models, eager and compiled, and tune(): a run of its own
 python -m bench.gpu --part sanitizers    NVIDIA's compute-sanitizer on the smallest calls, a second run of its own
 python -m bench.gpu --ahead --out FOLDER --op attention    attention, ffn or linear_cross_entropy by kernels that wait
                                          for their proof

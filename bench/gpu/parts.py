@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tfm_kernels.bench.record import Results
 
-from . import build, contract, limits, machine, memory, repeats, sanitizers, speed
+from . import build, contract, limits, machine, memory, models, repeats, sanitizers, speed
 from .part import Item, Part, Room
 
 
@@ -32,6 +32,7 @@ PARTS = (
     Part("memory", "guards, more than 2**31 elements", 40, memory.items, PATIENCE, PROCESSES),
     Part("limits", "copy bandwidth and matrix rate", 10, limits.items),
     Part("speed", "kernels and peers in turns", 135, speed.items),
+    Part("models", "whole models, eager and compiled", 400, models.items, named=True),
     Part(
         "sanitizers",
         "the smallest calls under compute-sanitizer",

@@ -22,7 +22,7 @@ def render(files: Files, parts: Sequence[str], stems: Sequence[str]) -> str:
         stems: of the ops that it is of.
     """
     blocks = [_head(files), "\n".join(_part_lines(files, parts, unfinished(files, parts, stems)))]
-    blocks += ["\n".join(lines) for lines in (_red_lines(files), _speed_lines(files)) if lines]
+    blocks += ["\n".join(lines) for lines in (_red_lines(files), _speed_lines(files), _model_lines(files)) if lines]
     return "\n\n".join(blocks)
 
 
@@ -86,6 +86,19 @@ def _speed_lines(files: Files) -> list[str]:
         "takes / ours; error: worst error / bound of the contract's cases of this op and type"
     )
     return lines
+
+
+def _model_lines(files: Files) -> list[str]:
+    groups = [item for item in files.get("models", {"groups": []})["groups"] if item.get("runners")]
+    names = list(dict.fromkeys(runner["name"] for item in groups for runner in item["runners"]))
+    if not groups:
+        return []
+    lines = [f"{'model':46}" + "".join(f"{name + ' ms':>26}" for name in names)]
+    for item in groups:
+        runners = {runner["name"]: runner for runner in item["runners"]}
+        cells = (f"{r['seconds'] * 1e3:.3f} ({r['faster']:.2f}x)" if (r := runners.get(n)) else "-" for n in names)
+        lines.append(f"{item['key']:46}" + "".join(f"{cell:>26}" for cell in cells))
+    return [*lines, "ms: medians of a call, the host's work included; x: times faster than stock, in turns"]
 
 
 def rows_of(group: Mapping[str, Any], direction: str) -> dict[str, Mapping[str, Any]]:
