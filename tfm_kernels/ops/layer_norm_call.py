@@ -89,7 +89,7 @@ def _on_gpu(call: Call) -> tuple[str, ...]:
     Triton takes 0.4 to 0.9 of aten's time on the device (0.05 with dropout, which aten draws in plain torch), but 160
     us of the host's. csrc/cuda takes 23 there, as aten does, and on the device 0.5 to 0.96 for rows of up to 1024
     features, 1.0 to 1.1 for RMSNorm. Of rows longer than 8192 the backward of csrc/cuda is slower, and Triton's has not
-    been timed since it was (bench/GPU_PENDING.md).
+    been timed since it was (bench/GPU_NOTES.md).
     """
     if unproven_on_gpu(call):
         return ("cuda",) if call.dropout_p > 0.0 else ()
