@@ -6,6 +6,7 @@ What is compared runs in float64, where only a mistake is larger than 1e-9.
 import copy
 import struct
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -75,6 +76,25 @@ def test_our_models(kind):
         if kind == "causal" or ".decoder." in name and "self" in name:
             assert not tensor.triu(1).any()
     assert torch.equal(model(*ids), small(kind, dtype=torch.float64)(*ids))
+
+
+def test_a_tuple_of_ones_own_is_one_argument():
+    class Pair(NamedTuple):
+        ids: torch.Tensor
+        scale: float
+
+    class Takes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = small("causal")
+
+        def forward(self, pair):
+            return self.model(pair.ids) * pair.scale
+
+    (ids,) = inputs("causal")
+    maps = tfk.get_attention_maps(Takes().eval(), Pair(ids, 2.0))
+    wanted = tfk.get_attention_maps(small("causal"), ids)
+    assert [map.shape for map in maps.values()] == [map.shape for map in wanted.values()]
 
 
 def test_chosen_layers_and_heads():

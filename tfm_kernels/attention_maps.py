@@ -76,7 +76,7 @@ def get_attention_maps(
         if patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns):
             maps[name] = _map(call, lse, wanted)
 
-    whole = len(inputs) == 1 and isinstance(inputs[0], (Mapping, tuple))
+    whole = len(inputs) == 1 and (isinstance(inputs[0], Mapping) or type(inputs[0]) is tuple)
     args, kwargs = _check.call_arguments(_NAME, inputs[0] if whole else inputs)
     with evaluating(model), watching(watch):
         model(*args, **kwargs)

@@ -170,3 +170,12 @@ def test_a_dropout_of_another_class_is_called():
     assert torch.equal(add(x, residual, Halve(0.5), "cpu"), residual + x / 2)
     y, z = add_norm(x, residual, Halve(0.5), norm)
     assert torch.equal(z, residual + x / 2) and torch.equal(y, norm(z))
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_root_mean_square_norm_in_float64_takes_narrower_rows(dtype):
+    """As torch's does, in its own dtype."""
+    theirs, ours = twins("RMSNorm", 16, backend="cpu", dtype=torch.float64)
+    x = randn(4, 16, dtype=dtype)
+    assert ours(x).dtype == dtype and torch.equal(ours(x), theirs(x))

@@ -108,6 +108,9 @@ def test_prove_says_what_it_cannot_follow():
     model = nn.Sequential(_compiled(nn.Linear(WIDTH, WIDTH)), nn.LayerNorm(WIDTH))
     with pytest.raises(ValueError, match="prove: TorchScript has compiled 0, whose gradients cannot be had in float64"):
         tfk.prove(model, torch.randn(2, WIDTH))
+    constants = nn.Sequential(torch.jit.freeze(model[0].eval()), nn.LayerNorm(WIDTH))
+    with pytest.raises(ValueError, match="^prove: 0, compiled by TorchScript, cannot run in float64; prove the model"):
+        tfk.prove(constants, torch.randn(2, WIDTH))
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
     assert tfk.prove(model, torch.randn(2, WIDTH)).passed

@@ -115,7 +115,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalises ``x``."""
         weight: Tensor | None = self.weight
-        if _is_special(x, weight):
+        if _is_special(x, weight) or (weight is not None and weight.dtype == torch.float64 != x.dtype):
             return super().forward(x)
         rows = _rows("RMSNorm", x, self.normalized_shape)
         weight = _parameter(weight, rows.dtype)

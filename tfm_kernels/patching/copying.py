@@ -1,174 +1,147 @@
-"""Copies of a model that share nothing with it, what its functions hold included."""
+"""Copies of a model that share no part with it, what its functions hold included."""
 
 from __future__ import annotations
 
 import copy
-import dis
 import functools
 import types
-from collections import deque
-from contextlib import suppress
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-_CONTAINERS = (list, dict, set, deque, bytearray)
-_DEEP = 8  # containers in one another that are looked into
+CONTAINERS = (list, tuple, dict, set, deque, OrderedDict, defaultdict)
+OF_AN_OBJECT = (types.BuiltinMethodType, types.MethodWrapperType)  # [].append, {}.__setitem__
+_ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def copied(model: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
-    """``copy.deepcopy``, in which functions that modules keep as attributes hold parts of the copy, not of the model.
+    """``copy.deepcopy``, in which callables that modules keep as attributes hold parts of the copy, not of the model.
 
     deepcopy gives the same function again: minGPT's ``self.mlpf = lambda x: m.c_proj(...)`` of a copy would go on
-    running the layers of the original. ``made`` holds what stands for objects, by their id, that are not to be copied.
+    running the layers of the original. What holds no part stays the object that it is. ``made`` holds what stands for
+    objects, by their id, that are not to be copied.
     """
     made = {} if made is None else made
     new = copy.deepcopy(model, made)
     originals = (*model.modules(), *model.parameters(), *model.buffers())
-    parts = {id(each): made[id(each)] for each in originals if id(each) in made}
+    parts = {id(each): made[id(each)] for each in originals if made.get(id(each), each) is not each}
+    rebound = _Rebound(parts, (value for module in new.modules() for value in module.__dict__.values()))
     for module in new.modules():
         for name, value in module.__dict__.items():
-            if isinstance(value, types.FunctionType) and value.__closure__:
-                module.__dict__[name] = _rebound(value, parts)
+            module.__dict__[name] = rebound.of(value)
     return new
 
 
-def copied_apart(model: nn.Module, made: dict[int, Any]) -> nn.Module:
-    """``copied``, whose callables hold copies of what the model's may write into, such as a list that one appends to.
+class _Rebound:
+    """What stands, in a copy, for callables that hold parts of the model, and for containers of such.
 
-    Callables that hold no such thing stay the same, and so do tensors and modules outside of the model.
+    Args:
+        parts: id of a part of the model -> that of the copy.
+        values: everything that will be asked for.
     """
-    new = copy.deepcopy(model, made)
-    apart = _Apart(made)
-    for module in new.modules():
-        for name, value in module.__dict__.items():
-            module.__dict__[name] = apart.of(value)
-    return new
 
-
-class _Apart:
-    """What stands, in a copy, for callables and the containers that hold them, which deepcopy leaves as they are."""
-
-    def __init__(self, made: dict[int, Any]) -> None:
-        self.made = made  # deepcopy's: id of an original -> its copy
-        self.found: dict[int, tuple[Any, Any]] = {}  # id -> what was asked for, kept alive, and what stands for it
+    def __init__(self, parts: dict[int, Any], values: Iterable[Any]) -> None:
+        self.parts = parts
+        self.alive: dict[int, Any] = {}  # whatever has been seen, by its id
+        holders: dict[int, list[int]] = defaultdict(list)
+        left = [value for value in values if type(value) not in _ATOMS]
+        while left:
+            value = left.pop()
+            if id(value) in self.alive:
+                continue
+            self.alive[id(value)] = value
+            for each in held(value):
+                holders[id(each)].append(id(value))
+                left.append(each)
+        self.holding: set[int] = set()  # ids of what holds a part, however deep
+        reached = [*parts]
+        while reached:
+            further = [holder for holder in holders[reached.pop()] if holder not in self.holding]
+            self.holding.update(further)
+            reached += further
+        self.made: dict[int, Any] = {}
+        self.empty: list[tuple[types.CellType, types.CellType]] = []  # of functions that may hold themselves
 
     def of(self, value: Any) -> Any:
-        """For something that deepcopy gave."""
-        if id(value) in self.found:
-            return self.found[id(value)][1]
-        self.found[id(value)] = value, value  # it may hold itself
+        """The value itself where it holds no part."""
         new = self._of(value)
-        self.found[id(value)] = value, new
+        while self.empty:
+            cell, other = self.empty.pop()
+            other.cell_contents = self._of(cell.cell_contents)
         return new
 
     def _of(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            for key, new in [(key, new) for key, each in value.items() if (new := self.of(each)) is not each]:
-                value[key] = new
-        elif isinstance(value, list):
-            for place, each in enumerate(value):
-                if (new := self.of(each)) is not each:
-                    value[place] = new
-        elif type(value) is tuple:
-            return _unless_alike(tuple(map(self.of, value)), value)
-        elif isinstance(value, functools.partial):
-            parts = value.func, value.args, value.keywords
-            function, args, keywords = new = _unless_alike(tuple(map(self._held, parts)), parts)
-            return value if new is parts else functools.partial(function, *args, **keywords)
-        elif isinstance(value, types.BuiltinMethodType):
-            owner = self._held(value.__self__)
-            return value if owner is value.__self__ else getattr(owner, value.__name__)
+        key = id(value)
+        if key in self.parts or key not in self.holding or key in self.made:
+            return self.parts.get(key, self.made.get(key, value))
+        if isinstance(value, types.CellType):
+            self.made[key] = types.CellType()
+            self.empty.append((value, self.made[key]))
         elif isinstance(value, types.FunctionType):
-            return self._function(value)
-        return value
+            self.made[key] = self._function(value)
+        elif isinstance(value, types.MethodType):
+            self.made[key] = types.MethodType(self._of(value.__func__), self._of(value.__self__))
+        elif isinstance(value, OF_AN_OBJECT):
+            self.made[key] = getattr(self._of(value.__self__), value.__name__)
+        elif isinstance(value, functools.partial):
+            keywords = {name: self._of(each) for name, each in value.keywords.items()}
+            new = functools.partial.__new__(type(value), self._of(value.func), *map(self._of, value.args), **keywords)
+            new.__dict__.update(value.__dict__)
+            self.made[key] = new
+        else:
+            self._container(value)
+        return self.made[key]
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        cells = function.__closure__ or ()
-        if not (cells or function.__defaults__ or function.__kwdefaults__):
-            return function
-        copies = tuple(types.CellType() for _ in cells)
-        new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, copies)
+        cells = tuple(self._of(cell) for cell in function.__closure__ or ())
+        new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
         functools.update_wrapper(new, function)
-        self.found[id(function)] = function, new  # one of its cells may hold itself
-        changed = any(each.opname == "STORE_DEREF" for each in dis.get_instructions(function)) and bool(cells)
-        for cell, held in zip(cells, copies, strict=True):
-            with suppress(ValueError):  # an empty one
-                value = cell.cell_contents
-                held.cell_contents = self._held(value)
-                changed |= held.cell_contents is not value and held.cell_contents is not new
-        new.__defaults__, new.__kwdefaults__ = self._held(function.__defaults__), self._held(function.__kwdefaults__)
-        changed |= new.__defaults__ is not function.__defaults__ or new.__kwdefaults__ is not function.__kwdefaults__
-        return new if changed else function
+        del new.__dict__["__wrapped__"]
+        new.__dict__.update(function.__dict__)
+        new.__defaults__, new.__kwdefaults__ = self._of(function.__defaults__), self._of(function.__kwdefaults__)
+        return new
 
-    def _held(self, value: Any) -> Any:
-        """For what a callable holds: parts of the model, other callables, what may be written into; else itself."""
-        if id(value) in self.made:
-            return self.made[id(value)]
-        if isinstance(value, (types.FunctionType, types.BuiltinMethodType, functools.partial)):
-            return self.of(value)
-        if isinstance(value, types.MethodType):
-            owner = self._held(value.__self__)
-            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if type(value) is tuple:
-            return _unless_alike(tuple(map(self._held, value)), value)
-        if not _may_be_written(value):
-            return value
-        self._share(value, _DEEP)
-        try:
-            return self.of(copy.deepcopy(value, self.made))
-        except Exception:  # it holds a lock, a file
-            return value
-
-    def _share(self, value: Any, depth: int) -> None:
-        """Leaves modules, tensors and arrays in it, which may be large, to the original and the copy alike."""
-        if isinstance(value, nn.Module) or hasattr(value, "nbytes"):
-            self.made.setdefault(id(value), value)
-        elif depth > 0:
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-            for each in (*held, *getattr(value, "__dict__", {}).values()):
-                self._share(each, depth - 1)
+    def _container(self, value: Any) -> None:
+        if isinstance(value, tuple):
+            self.made[id(value)] = tuple(map(self._of, value))
+            return
+        self.made[id(value)] = new = copy.copy(value)  # which may hold itself
+        if isinstance(value, dict):
+            new.update({name: self._of(each) for name, each in value.items()})
+            return
+        each_of = list(map(self._of, value))
+        new.clear()
+        new.update(each_of) if isinstance(value, set) else new.extend(each_of)
 
 
-def _unless_alike(new: tuple, old: tuple) -> tuple:
-    """``old`` where ``new`` holds the same objects."""
-    return new if any(a is not b for a, b in zip(new, old, strict=True)) else old
-
-
-def _may_be_written(value: Any) -> bool:
-    """Whether it is a container, a generator of numbers, or an object whose attributes are no tensors and modules."""
-    kind, own = type(value), getattr(value, "__dict__", None) or {}
-    if isinstance(value, (types.ModuleType, type, Tensor, nn.Module)):
-        return False
-    if isinstance(value, _CONTAINERS) or kind.__module__.partition(".")[0] in ("itertools", "random", "numpy"):
-        return True
-    large = any(isinstance(each, (Tensor, nn.Module)) for each in own.values())
-    return not large and bool(own or getattr(kind, "__slots__", None))
-
-
-def _rebound(function: types.FunctionType, parts: dict[int, Any]) -> types.FunctionType:
-    """The function with the ``parts`` (by the id of the original) in the cells of its closure."""
-    cells = tuple(_cell(cell, parts) for cell in function.__closure__ or ())
-    if cells == function.__closure__:
-        return function
-    held = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    held.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(held, function)
-    return held
+def held(value: Any) -> list[Any]:
+    """What deepcopy does not see in a callable, and what lies in a container; no numbers and text."""
+    found: list[Any] = []
+    if type(value) in CONTAINERS:
+        found = [*(value.values() if isinstance(value, dict) else value)]
+    elif isinstance(value, types.CellType):
+        found = in_cell(value)
+    elif isinstance(value, types.FunctionType):
+        found = [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__]
+    elif isinstance(value, functools.partial):
+        found = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.MethodType):
+        found = [value.__func__, value.__self__]
+    elif isinstance(value, OF_AN_OBJECT):
+        found = [value.__self__]
+    return [each for each in found if type(each) not in _ATOMS]
 
 
 def in_closure(function: types.FunctionType) -> list[Any]:
     """What a function has in the cells of its closure, but for empty ones."""
-    found = []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):
-            found.append(cell.cell_contents)
-    return found
+    return [each for cell in function.__closure__ or () for each in in_cell(cell)]
 
 
-def _cell(cell: types.CellType, parts: dict[int, Any]) -> types.CellType:
+def in_cell(cell: types.CellType) -> list[Any]:
+    """What it holds, or nothing."""
     try:
-        part = parts.get(id(cell.cell_contents))
-    except ValueError:  # an empty one
-        return cell
-    return cell if part is None else types.CellType(part)
+        return [cell.cell_contents]
+    except ValueError:
+        return []

@@ -93,7 +93,11 @@ class _Held:
         return next((name for name in names if self._differs(name, self.before.get(name), after.get(name))), None)
 
     def _differs(self, name: str, before: Any, now: Any) -> bool:
-        return _rewritten(before, now) if self.pictures and name not in self.exact else before != now
+        if not self.pictures:
+            return before != now
+        if name not in self.exact:
+            return _rewritten(before, now)
+        return None not in (before, now) and before[0] == now[0] and before != now  # else the attribute was written
 
     def _look(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -135,8 +139,16 @@ class _Held:
         if isinstance(value, Tensor):
             return known, _bits(value)
         with suppress(Exception):  # and a container too
-            return known, [tuple(self._state(each, depth - 1) for each in part) for part in _parts(value)]
+            if isinstance(value, (list, tuple, dict, set, deque)) and len(value) > _MANY:
+                return known, len(value)
+            parts = [part for part in _parts(value) if not (self.pictures and _is_table(part))]
+            return known, [tuple(self._state(each, depth - 1) for each in part) for part in parts]
         return known
+
+
+def _is_table(part: tuple[Any, ...]) -> bool:
+    """Whether it is an attribute, by its name, that holds a tensor, or none yet: a mask that is made when needed."""
+    return len(part) == 2 and isinstance(part[0], str) and (part[1] is None or isinstance(part[1], Tensor))
 
 
 def _own(value: Any) -> dict[str, Any]:
@@ -177,7 +189,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, ...]]:
         yield value.__defaults__, value.__kwdefaults__
         yield from ((key, each) for key, each in value.__dict__.items() if not key.startswith("__"))  # torch's notes
         yield tuple(in_closure(value))
-        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        named = (value.__globals__.get(name) for name in _names(value.__code__))
         yield tuple(each for each in named if not isinstance(each, (types.ModuleType, type, types.FunctionType)))
     elif isinstance(value, (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)):
         yield (value.__self__,)
@@ -192,6 +204,12 @@ def _parts(value: Any) -> Iterator[tuple[Any, ...]]:
         for slot in (slots,) if isinstance(slots, str) else slots:
             private = slot.startswith("__") and not slot.endswith("__")
             yield (slot, getattr(value, f"_{base.__name__.lstrip('_')}{slot}" if private else slot, None))
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """What a function finds in its file, and the functions and comprehensions that are written in it."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return [*code.co_names, *(name for each in inner for name in _names(each))]
 
 
 def _bits(tensor: Tensor) -> Any:

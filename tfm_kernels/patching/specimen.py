@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import guard
-from .copying import copied_apart
+from .copying import copied
 from .declaration import is_dropout
 from .swap import OPTIONS
+from .undone import undone
 
 _WIDE = (torch.float32, torch.float64)
 PLAIN = (bool, int, float, str, type(None))
@@ -48,7 +49,7 @@ def specimen(module: nn.Module, *, wide: bool = False) -> Any:
     for inner in module.modules():  # what hooks hold may be a whole trainer
         made |= {id(hooks): OrderedDict() for hooks in _hooks(inner)}
     try:
-        copy = copied_apart(module, made)
+        copy = copied(module, made)
     except Exception as error:  # a module may refuse to be copied
         raise LeftAlone(f"its copy could not be tried: {type(error).__name__}: {error}") from error
     if _parts(copy) & _parts(module):
@@ -75,7 +76,8 @@ def _hooks(module: nn.Module) -> tuple[dict, ...]:
 def once(require: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     """``require``, which may raise, for the first of modules that are alike: a model has the same block many times.
 
-    It remembers for one call of ``patch`` alone, in which nothing that a module holds changes or goes.
+    What it tries is undone. It remembers for one call of ``patch`` alone, in which nothing that a module holds changes
+    or goes.
     """
     answers: dict[Any, Any] = {}
     asked_in = _patches
@@ -88,7 +90,8 @@ def once(require: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
         likeness = _likeness(module)
         if likeness not in answers:
             try:
-                answers[likeness] = require(module)
+                with undone(module):
+                    answers[likeness] = require(module)
             except LeftAlone as reason:
                 answers[likeness] = str(reason)
         return answers[likeness]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -147,7 +148,8 @@ def prove_patched(
         left_out = repeated.left_out
         _thaw(patched, report.notes)
         progress("original in float64, recording the inputs of the replaced modules")
-        raw, calls, notes = modules.record(exact, call, names, own, loss_fn)
+        with _told_of_script(exact):
+            raw, calls, notes = modules.record(exact, call, names, own, loss_fn)
         known = functools.partial(padding.at_padding, raw.outputs, left_out=left_out)
         trio = run_three(models, call, own, left_out, loss_fn, known, progress)
     except PatchedFails as error:
@@ -211,6 +213,20 @@ def prove_patched(
     return report
 
 
+@contextlib.contextmanager
+def _told_of_script(exact: nn.Module) -> Iterator[None]:
+    """Says what TorchScript's errors, which may be without words, come of: constants in a graph keep their dtype."""
+    try:
+        yield
+    except RuntimeError as error:
+        part = next((name for name, m in exact.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+        if part is None:
+            raise
+        raise ValueError(
+            f"prove: {part or 'the model'}, compiled by TorchScript, cannot run in float64; prove the model before"
+        ) from error
+
+
 def _not_compared(trio: Trio, compared: set[str]) -> list[str]:
     """What is not compared of the outputs, and why: "output.state is of type Cache"."""
     whole = {name: value for name, value in trio.exact.outputs.items() if name not in compared}
@@ -247,8 +263,8 @@ def _check(model: Any, loss_fn: Any, dtype: Any, count: Any, limit: Any, compile
     compiled = next(trained, None)
     if compiled is not None:
         raise ValueError(
-            f"prove: TorchScript has compiled {compiled}, whose gradients cannot be had in float64; freeze it, or "
-            "prove the model before"
+            f"prove: TorchScript has compiled {compiled}, whose gradients cannot be had in float64; give it "
+            "requires_grad_(False), or prove the model before"
         )
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"prove: loss_fn must be a function or None, got {type(loss_fn).__name__}")
