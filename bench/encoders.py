@@ -1,0 +1,121 @@
+"""python -m bench.encoders: encoders, patched, eager and compiled; bench/results/<device>/models/encoders.json.
+
+transformers' BERT of all-MiniLM-L6-v2's sizes and ViT of DeiT-small's, and torch.nn's encoder of the paper's, random
+weights: inference and a training step without its optimizer, stock and patched, and both under torch.compile. What
+prove() says of a smaller one comes first, compiled too: where it fails nothing is timed. In turns, in an order shuffled
+anew each round.
+
+python -m bench.encoders                  everything, a minute a case on 2 cores; needs the extra [demo]
+python -m bench.encoders --only "BERT"    the cases whose name matches
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tfm_kernels as tfk
+from tfm_kernels.bench import timing
+from tfm_kernels.bench.model import BOTH, COMPILED, PATCHED, STOCK, Inference, Step
+from tfm_kernels.proof.runs import Call
+
+from . import whole
+
+PLAN = timing.Plan(seconds=12.0, least=4, most=40)
+Made = tuple[nn.Module, dict[str, Tensor]]
+
+
+def bert(rows: int, share: float, layers: int = 6) -> Made:
+    """BERT on rows of up to 128 tokens, of which the shortest has ``share`` of that, and the others lie between."""
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=384, num_hidden_layers=layers, num_attention_heads=12, intermediate_size=1536
+    )
+    lengths = torch.linspace(share, 1.0, rows).mul(128).round().unsqueeze(1)
+    mask = (torch.arange(128) < lengths).long()
+    ids = torch.randint(1000, 30000, (rows, 128)) * mask
+    return transformers.BertModel(config, add_pooling_layer=False), {"input_ids": ids, "attention_mask": mask}
+
+
+def vit(rows: int, layers: int = 12) -> Made:
+    """ViT on pictures of 224 x 224: 197 tokens."""
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=384, num_hidden_layers=layers, num_attention_heads=6, intermediate_size=1536
+    )
+    return transformers.ViTModel(config, add_pooling_layer=False), {"pixel_values": torch.randn(rows, 3, 224, 224)}
+
+
+def encoder(rows: int, layers: int = 6) -> Made:
+    """torch.nn's encoder of 512 features, dropout 0.1, on rows of 128 tokens."""
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, 0.1, "gelu", batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), {"src": torch.randn(rows, 128, 512)}
+
+
+# name -> (what makes the model and its inputs, the rows that are timed, whether it is trained as well)
+MODELS: dict[str, tuple[Callable[..., Made], int, bool]] = {
+    "BERT, rows of 64 to 128": (functools.partial(bert, share=0.5), 32, True),
+    "BERT, rows of 128": (functools.partial(bert, share=1.0), 32, False),
+    "ViT, rows of 197": (vit, 8, False),
+    "torch.nn, rows of 128": (encoder, 16, True),
+}
+
+
+def proven(make: Callable[..., Made], dtype: torch.dtype) -> None:
+    """Refuses to time a kind of model whose patched form is wrong, eager or compiled."""
+    torch.manual_seed(0)
+    model, inputs = make(rows=2, layers=1)
+    report = tfk.prove(model.eval(), inputs, dtype=dtype, compile=True)
+    assert report.passed, report.table()
+
+
+def case(make: Callable[..., Made], rows: int, train: bool, dtype: torch.dtype) -> tuple[whole.Runs, None]:
+    """One call of each."""
+    proven(make, dtype)
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model, inputs = make(rows=rows)
+    stock = model.to(dtype).train(train)
+    patched = copy.deepcopy(stock)
+    tfk.patch(patched)
+    call = Call.of(inputs).to(dtype)
+    models: dict[str, Any] = {STOCK: stock, PATCHED: patched}
+    models |= {COMPILED: torch.compile(stock), BOTH: torch.compile(patched)}
+    if train:
+        return {who: Step(each, call, None) for who, each in models.items()}, None
+    return {who: torch.no_grad()(Inference(each, call)) for who, each in models.items()}, None
+
+
+CASES = {
+    f"{name}, {'training' if train else 'inference'}, {str(dtype)[6:]}": functools.partial(
+        case, make, rows, train, dtype
+    )
+    for name, (make, rows, trained) in MODELS.items()
+    for train in (False, True)[: 1 + trained]
+    for dtype in (torch.float32, torch.bfloat16)
+}
+
+
+def told(name: str, seconds: whole.Seconds, known: None) -> dict[str, Any]:
+    """Prints a case, and gives what the file holds of it."""
+    found = whole.beside(seconds, STOCK)
+    others = "   ".join(f"{who} {one['times']:.2f}x" for who, one in found.items() if who != STOCK)
+    print(f"{name:48}{found[STOCK]['median'] * 1e3:9.1f} ms   {others}", flush=True)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    return whole.program(__doc__ or "", arguments, "encoders", CASES, PLAN, told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

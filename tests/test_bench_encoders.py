@@ -1,0 +1,74 @@
+"""bench.encoders: the four that are timed compute the same, what is wrong is not timed, and the file says what ran."""
+
+import functools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import tfm_kernels as tfk
+from bench import encoders
+from tfm_kernels.bench import timing
+from tfm_kernels.bench.model import RUNNERS
+from tfm_kernels.testing.float64 import assert_same_in_float64
+
+
+def tiny(rows, layers=2):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), {"src": torch.randn(rows, 5, 16)}
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_all_are_timed_and_written(tmp_path, capsys, monkeypatch, train):
+    case = functools.partial(encoders.case, tiny, 3, train, torch.float32)
+    monkeypatch.setattr(encoders, "CASES", {"tiny": case})
+    monkeypatch.setattr(encoders, "PLAN", timing.Plan(seconds=0.0, least=1, most=1))
+    out = tmp_path / "encoders.json"
+    assert encoders.main(["--out", str(out)]) == 0
+    found = json.loads(out.read_text())["cases"]["tiny"]
+    assert list(found) == list(RUNNERS) and found["stock"]["times"] == 1.0
+    assert capsys.readouterr().out.count("x") == 3
+
+
+def test_all_compute_the_same():
+    runs, _ = encoders.case(tiny, 3, False, torch.float64)
+    with torch.no_grad():
+        stock, *others = (run.__wrapped__.model(**run.__wrapped__.call.kwargs) for run in runs.values())
+    for other in others:
+        assert_same_in_float64(stock, other)
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch):
+    real = tfk.prove
+    monkeypatch.setattr(tfk, "prove", lambda model, *rest, **options: real(Means(model), *rest, **options))
+    with pytest.raises(AssertionError, match="FAILED"):
+        encoders.case(padded, 3, False, torch.float32)
+
+
+def padded(rows, layers=1):
+    model, inputs = tiny(rows, layers)
+    return model, {**inputs, "src_key_padding_mask": torch.arange(5).expand(rows, 5) >= 3}
+
+
+class Means(nn.Module):
+    """Reads padding, which packed execution leaves out."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        return self.model(**inputs).mean(1)
+
+
+def test_the_models_are_as_named():
+    assert {name.partition(",")[0] for name in encoders.MODELS} == {"BERT", "ViT", "torch.nn"}
+    assert sum("training" in name for name in encoders.CASES) == 4 and len(encoders.CASES) == 12
+    pytest.importorskip("transformers")
+    for name, (make, rows, _) in encoders.MODELS.items():
+        model, inputs = make(rows=2, layers=1)
+        mask = inputs.get("attention_mask")
+        assert mask is None or mask.sum(1).tolist() == ([64, 128] if "64 to" in name else [128, 128])
+        report = tfk.patch(model.eval())
+        assert report.replaced and rows >= 8
