@@ -72,6 +72,26 @@ def test_contract(backend, dtype):
         assert_contract("linear_cross_entropy", given, backend)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_more_rows_than_are_taken_at_a_time(dtype, reduction):
+    """Blocks of 1024 of them add to the gradients, in the forward that saves them and in the backward that does not."""
+    given = call((1100,), 9, 21, dtype, ignored=0, reduction=reduction, label_smoothing=0.2)
+    given["weight"] = given["weight"].detach() / 3
+    assert_contract("linear_cross_entropy", given, "cpu")
+
+
+def test_saved_gradients_serve_those_whose_rows_weigh_the_same():
+    """Of the operator itself; the losses of the public function that saves them always do."""
+    given = call(dtype=torch.float32)
+    leaves, dloss = [given[name] for name in NAMES], torch.arange(9.0)
+    found = []
+    for saves in (True, False):
+        loss = torch.ops.tfm_kernels.linear_cross_entropy_fwd_cpu(*leaves, given["target"], -100, 0.1, *[saves] * 3)[0]
+        found.append(torch.autograd.grad(loss, leaves, dloss))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_a_bias(backend):
     given = {name: t for name, t in call().items() if name != "bias"}
