@@ -112,6 +112,9 @@ def test_any_strides(backend, dtype, interleaved):
         x = given["x"].permute(order).contiguous().permute(*torch.tensor(order).argsort())
         again = tfk.ops.rotary(**(given | {"x": x}), backend=backend)
         assert torch.equal(again, y) and again.stride() == x.stride()
+    for name in ("cos", "sin"):  # each may lie in its own way
+        apart = torch.cat([given[name], given[name]], -1)[..., : given[name].shape[-1]]
+        assert torch.equal(tfk.ops.rotary(**(given | {name: apart}), backend=backend), y)
     invariance.assert_view_equals_contiguous("rotary", given, backend, backward=False)
 
 
