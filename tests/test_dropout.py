@@ -1,5 +1,7 @@
 """The portable random rule: known answers, and the same draws from torch and from C++."""
 
+import math
+
 import pytest
 import torch
 
@@ -47,6 +49,29 @@ def test_cpp_draws_the_same(seed, rows, columns):
     keep = dropout.keep_mask(torch.tensor(seed), 0.37, rows, columns)
     assert torch.equal(z != 0, keep)
     assert torch.equal(z[keep], torch.full_like(z[keep], 1.0 / (1.0 - 0.37)))
+
+
+def shown_masks(seed, p, rows, columns):
+    """What each kernel that drops leaves of ones: a norm's z, ffn's hidden activation, attention's weights."""
+    ones, eye = torch.ones(rows, columns), torch.eye(columns)
+    drops = {"dropout_p": p, "seed": seed, "backend": "cpu"}
+    yield tfk.ops.add_layer_norm(ones, torch.zeros_like(ones), **drops)[1] != 0
+    yield tfk.ops.ffn(ones[:, :1], eye[:, :1] * 0 + 1, None, eye, None, **drops) != 0
+    zeros = torch.zeros(1, 1, max(rows, columns), 1)
+    yield tfk.ops.attention(zeros[:, :, :rows], zeros[:, :, :columns], eye[None, None], **drops)[0, 0] != 0
+
+
+@pytest.mark.parametrize("rows", [5, 70])
+def test_a_draw_that_is_the_bound_is_kept(rows):
+    """And dropped by the next larger p; a p beside 1 drops all."""
+    seed = torch.tensor(20261121)
+    draws = dropout.draws(seed, torch.arange(rows), 66)
+    p = int(draws[3, 41]) / 2**32
+    for larger in (p, math.nextafter(p, 1.0)):
+        keep = dropout.keep_mask(seed, larger, torch.arange(rows), 66)
+        assert keep[3, 41] == (larger == p)
+        assert all(torch.equal(mask, keep) for mask in shown_masks(seed, larger, rows, 66))
+    assert not any(mask.any() for mask in shown_masks(seed, 1 - 2.0**-40, rows, 66))
 
 
 def test_keep_rate_by_row_and_column():
