@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
+from tests.threads import on_threads
 from tfm_kernels import dropout
 from tfm_kernels.testing import assert_contract
 
@@ -106,10 +107,12 @@ def test_contract_of_the_others(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [4, 40])  # few, and a tile of them
 @pytest.mark.parametrize("shape", [(0, 4, 5, 6), (4, 0, 5, 6), (4, 3, 0, 6), (4, 3, 5, 0), (0, 0, 0, 0)])
 @pytest.mark.parametrize("gated", [False, True])
-def test_nothing_of_something(backend, shape, gated):
+def test_nothing_of_something(backend, shape, rows, gated):
     """Sums over nothing are 0, and so are their gradients."""
+    shape = (rows if shape[0] else 0, *shape[1:])
     given = {name: None if t is None else t.requires_grad_() for name, t in block(*shape, gated=gated).items()}
     y = tfk.ops.ffn(**given, activation="gelu", backend=backend)
     leaves = [t for t in given.values() if t is not None]
@@ -123,6 +126,13 @@ def test_nothing_of_something(backend, shape, gated):
         assert grad.shape == t.shape and grad.isfinite().all()
     if shape[0] == 0:
         assert all((grad == 0).all() for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_threads_than_parts_of_the_features(dtype):
+    """One tile of rows, whose hidden features the threads share: 5 chunks of 80 for 6 threads."""
+    with on_threads(6):
+        assert_contract("ffn", block(40, 24, 400, 17, dtype=dtype), "cpu")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -50,6 +50,43 @@ def test_backward_draws_the_forwards_mask(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_every_block_have_their_numbers(backend):
+    """The CPU's backward takes the rows in blocks, here in two."""
+    numbers, eye = torch.randperm(1100, generator=torch.Generator().manual_seed(3)), torch.eye(20)
+    x = torch.ones(1100, 20).requires_grad_()
+    options = {"dropout_p": 0.25, "seed": SEED, "dropout_rows": numbers, "backend": backend}
+    (dx,) = torch.autograd.grad(tfk.ops.ffn(x, eye, None, eye, None, **options).sum(), x)
+    torch.testing.assert_close(dx, dropout.keep_mask(SEED, 0.25, numbers, 20) / 0.75)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [3, 130])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_dropped_reaches_nothing(backend, dtype, rows, recompute):
+    """An activation that overflows where it is dropped changes no bit, and a gradient of inf not those of features
+    that were dropped in its row."""
+    keep = dropout.keep_mask(SEED, 0.5, torch.arange(rows), 66)
+    large = 2.0 ** {torch.float16: 8, torch.float64: 600}.get(dtype, 70)
+    w1, w2 = large * torch.eye(66, dtype=dtype), draw(8, 66).detach().to(dtype)
+    dy = torch.full((rows, 8), 2.0**-6, dtype=dtype)
+    options = {"dropout_p": 0.5, "seed": SEED, "recompute": recompute, "backend": backend}
+    found = []
+    for dropped in (1 / large, large):  # preactivations of 1, or of inf
+        x = torch.full((rows, 66), 1 / large, dtype=dtype).masked_fill(~keep, dropped)
+        leaves = [t.clone().requires_grad_() for t in (x, w1, w2)]
+        y = tfk.ops.ffn(leaves[0], leaves[1], None, leaves[2], None, activation="relu", **options)
+        _, dw1, dw2 = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+        found.append((y.detach(), dw2))
+        assert y.isfinite().all() and dw1.isfinite().all()
+        infinite = dy.clone()
+        infinite[1] = torch.inf
+        (dw1,) = torch.autograd.grad(y, leaves[1], infinite)
+        assert dw1[~keep[1]].isfinite().all() and not dw1[keep[1]].isfinite().all(1).any()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_rows_get_the_padded_runs_masks(backend):
     """dropout_rows names the rows' places in the padded run, forward and backward; any int64 will do."""
     # in float64, because few rows and many are summed by different kernels
