@@ -83,6 +83,42 @@ def test_contract_of_keys_hidden_by_a_bias(dtype, queries, kind):
     assert_contract("attention", {"query": query, "key": key, "value": value, **options}, "cpu")
 
 
+SHAPES = [(1, 1, 1, 70), (1, 1, 9, 1), (2, 1, 9, 70), (1, 4, 9, 70), (2, 4, 1, 70)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["keep", "bias", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_keep_and_bias_may_lie_apart(shape, kind, dtype):
+    """Views of any strides give the bits of contiguous ones, and hide the same keys, which hold NaN."""
+    make = torch.Generator().manual_seed(3)
+    query = torch.randn(2, 4, 9, 24, generator=make).to(dtype)
+    key, value = (torch.randn(2, 2, 70, 24, generator=make).to(dtype) for _ in range(2))
+    keep = torch.rand(shape, generator=make) < 0.6
+    if shape[3] > 1:
+        keep[..., 20:31] = False
+        key[:, :, 20:31] = value[:, :, 20:31] = torch.nan
+    bias = torch.randn(shape, generator=make).masked_fill(~keep, -torch.inf).to(dtype)
+    layouts = {
+        "contiguous": lambda t: t,
+        "every third": lambda t: t.repeat_interleave(3, 3)[..., ::3],
+        "rows apart": lambda t: torch.cat([t, ~t if t.dtype == torch.bool else -t], 3)[..., : t.shape[3]],
+        "transposed": lambda t: t.transpose(1, 3).contiguous().transpose(1, 3),
+    }
+    found = []
+    for lay in layouts.values():
+        leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+        options = {"mask": None if kind == "bias" else tfk.Mask.keep(lay(keep))}
+        if kind != "keep":
+            leaves.append(lay(bias).requires_grad_())
+            options["bias"] = leaves[-1]
+        out = tfk.ops.attention(*leaves[:3], **options, backend="cpu")
+        found.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    assert all(t.isfinite().all() for t in found[0])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
 def test_a_bias_of_float64_below_the_range_of_float32_hides_nothing():
     make = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 1, length, 8, generator=make, dtype=torch.float64) for length in (3, 9, 9))

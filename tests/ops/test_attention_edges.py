@@ -8,6 +8,7 @@ from torch.func import functionalize, vmap
 
 import tfm_kernels as tfk
 from tfm_kernels import Mask
+from tfm_kernels.testing import assert_contract
 from tfm_kernels.testing.float64 import assert_same_in_float64
 
 BACKENDS = ["reference", "cpu"]
@@ -120,3 +121,16 @@ def test_a_window_of_any_length(backend):
     q = randn(1, 1, 3, 8)
     out = ops.attention(q, q, q, Mask.window(2**70, 0), backend=backend)
     assert torch.equal(out, ops.attention(q, q, q, Mask.causal(), backend=backend))
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (9, 9), (9, 70), (70, 9), (130, 200)])
+def test_a_window_of_one_key(align, queries, keys):
+    """Every row sees one key at most, whose weight is 1: the output is its value, bit for bit."""
+    q, k, v = (randn(2, 3, length, 16, seed=i) for i, length in enumerate((queries, keys, keys)))
+    given = {"query": q, "key": k, "value": v, "mask": Mask.window(0, 0, align)}
+    assert_contract("attention", given, "cpu")
+    seen = torch.arange(queries) + (keys - queries if align == "bottom_right" else 0)
+    there = (seen >= 0) & (seen < keys)
+    out = tfk.ops.attention(**given, backend="cpu")
+    assert torch.equal(out[:, :, there], v[:, :, seen[there]]) and (out[:, :, ~there] == 0).all()

@@ -106,6 +106,18 @@ def test_gradients_do_not_depend_on_threads(rows, dtype, gated):
         assert all(torch.equal(a, b) for a, b in zip(other[1:], found[0][1:], strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_rows_of_every_block_may_lie_apart(dtype, recompute):
+    """1100 of them are two blocks; x and the gradient of y are parts of wider rows."""
+    given, dy, found = leaves(1100, 24, 40, 16, dtype=dtype), draw(1100, 16, seed=9, dtype=dtype), []
+    for lay in (lambda t: t, lambda t: torch.cat([t, t], 1)[:, : t.shape[1]]):
+        args = given | {"x": lay(given["x"].detach()).requires_grad_()}
+        y = tfk.ops.ffn(**args, activation="relu", recompute=recompute, backend="cpu")
+        found.append(torch.autograd.grad(y, [t for t in args.values() if t is not None], lay(dy)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("out", [1, 37, 300])
 def test_the_sum_over_rows_does_not_depend_on_threads(out, dtype):

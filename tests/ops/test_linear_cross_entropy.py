@@ -72,12 +72,21 @@ def test_contract(backend, dtype):
         assert_contract("linear_cross_entropy", given, backend)
 
 
+def test_targets_may_lie_apart():
+    given = call((40,), label_smoothing=0.1)
+    apart = given | {"target": torch.stack([given["target"], torch.zeros(40, dtype=torch.int64)], 1)[:, 0]}
+    assert not apart["target"].is_contiguous()
+    assert all(torch.equal(a, b) for a, b in zip(run(given, "cpu"), run(apart, "cpu"), strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_more_rows_than_are_taken_at_a_time(dtype, reduction):
+@pytest.mark.parametrize("width", [9, 10])
+def test_more_rows_than_are_taken_at_a_time(dtype, reduction, width):
     """Blocks of 1024 of them add to the gradients, in the forward that saves them and in the backward that does not."""
-    given = call((1100,), 9, 21, dtype, ignored=0, reduction=reduction, label_smoothing=0.2)
+    given = call((1100,), width, 21, dtype, ignored=0, reduction=reduction, label_smoothing=0.2)
     given["weight"] = given["weight"].detach() / 3
+    given["x"] = given["x"].detach().repeat(1, 2)[:, :width]
     assert_contract("linear_cross_entropy", given, "cpu")
 
 
