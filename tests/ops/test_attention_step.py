@@ -53,6 +53,23 @@ def test_a_growing_step(dtype, rows, length, bias):
     assert all(t._version > version for t, version in zip(kept, before, strict=True))
 
 
+@pytest.mark.parametrize("length", [1, 7, ROOM])
+@torch.no_grad()
+def test_a_growing_step_of_kept_ones_that_lie_apart(length):
+    """Positions before heads, and parts of more heads, more positions and wider elements."""
+    x, weights, kept = given(9, 1, torch.float32)
+    layouts = (
+        lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda t: t.repeat(1, 2, 2, 2)[:, :HEADS, :ROOM, :WIDTH],
+    )
+    for lay in layouts:
+        mine, theirs = [t.clone() for t in kept], [lay(t) for t in kept]
+        expected = by_three_ops(x, weights, mine, length, True)
+        y = attention_step(x, *weights, *theirs, length, True)
+        assert torch.equal(y, expected)
+        assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "beams"), [(4, 1), (12, 4), (15, 3)])
 @pytest.mark.parametrize("hidden", [True, False])

@@ -69,7 +69,7 @@ def test_nothing_of_something(backend, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [6, 12])
+@pytest.mark.parametrize("rows", [6, 12, 60])
 def test_any_strides_and_leading_axes(dtype, rows):
     """Bit for bit."""
     given = layer(rows, 24, 40, dtype)
@@ -79,6 +79,8 @@ def test_any_strides_and_leading_axes(dtype, rows):
     y = tfk.ops.linear(**(given | {"x": three}), backend="cpu")
     assert y.shape == (2, 3, rows // 6, 40) and torch.equal(y.reshape(rows, 40), expected)
     invariance.assert_view_equals_contiguous("linear", given, "cpu", backward=False)
+    for weight in (given["weight"].T.contiguous().T, torch.cat([given["weight"]] * 2, 1)[:, :24]):
+        assert torch.equal(tfk.ops.linear(**(given | {"weight": weight}), backend="cpu"), expected)
 
 
 def test_one_vector_is_a_row():
