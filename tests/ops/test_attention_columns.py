@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tfm_kernels as tfk
+from tests.threads import on_threads
 from tfm_kernels.testing import assert_contract
 
 RUNS = {  # (first, end) of the keys that each of four heads sees
@@ -25,10 +26,13 @@ def test_runs_of_keys_that_differ_from_head_to_head(runs, queries, key_heads):
     for head, (first, end) in enumerate(RUNS[runs]):
         keep[0, head, :, first:end] = True
         keep[1, 3 - head, :, first:end] = True
-    assert_contract("attention", {"query": query, "key": key, "value": value, "mask": tfk.Mask.keep(keep)}, "cpu")
+    given = {"query": query, "key": key, "value": value}
+    assert_contract("attention", given | {"mask": tfk.Mask.keep(keep)}, "cpu")
+    hidden = torch.zeros(2, 4, 1, 70).masked_fill(~keep, -torch.inf)
+    assert_contract("attention", given | {"bias": hidden}, "cpu")
     by_pair = keep.expand(2, 4, queries, 70).clone()
     by_pair[:, :, queries // 2, ::2] = False
-    assert_contract("attention", {"query": query, "key": key, "value": value, "mask": tfk.Mask.keep(by_pair)}, "cpu")
+    assert_contract("attention", given | {"mask": tfk.Mask.keep(by_pair)}, "cpu")
 
 
 def hidden_by_bias(queries, keys, kind):
@@ -112,11 +116,32 @@ def test_keep_and_bias_may_lie_apart(shape, kind, dtype):
         if kind != "keep":
             leaves.append(lay(bias).requires_grad_())
             options["bias"] = leaves[-1]
+        if not found:
+            assert_contract("attention", {"query": query, "key": key, "value": value, **options}, "cpu")
         out = tfk.ops.attention(*leaves[:3], **options, backend="cpu")
         found.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
     assert all(t.isfinite().all() for t in found[0])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["plain", "keep", "bias", "bias of rows"])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_threads_that_share_the_keys_of_a_head(kind, key_heads):
+    """Of fewer heads than threads the backward parts the keys, unless those of a group's heads differ."""
+    make = torch.Generator().manual_seed(3)
+    query = torch.randn(1, 4, 40, 16, generator=make)
+    key, value = (torch.randn(1, key_heads, 600, 16, generator=make) for _ in range(2))
+    given = {"query": query, "key": key, "value": value, "mask": tfk.Mask.window(None, 520)}
+    keep = torch.rand(1, 4, 1, 600, generator=make) < torch.tensor([0.3, 0.5, 0.9, 0.6]).view(4, 1, 1)
+    if kind == "keep":
+        given["mask"] = tfk.Mask.keep(keep)
+    elif kind == "bias":
+        given["bias"] = torch.zeros(1, 4, 1, 600).masked_fill(~keep, -torch.inf)
+    elif kind == "bias of rows":
+        given["bias"] = torch.randn(1, 4, 40, 1, generator=make)
+    with on_threads(4):
+        assert_contract("attention", given, "cpu")
 
 
 def test_a_bias_of_float64_below_the_range_of_float32_hides_nothing():

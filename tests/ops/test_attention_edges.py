@@ -134,3 +134,20 @@ def test_a_window_of_one_key(align, queries, keys):
     there = (seen >= 0) & (seen < keys)
     out = tfk.ops.attention(**given, backend="cpu")
     assert torch.equal(out[:, :, there], v[:, :, seen[there]]) and (out[:, :, ~there] == 0).all()
+
+
+@pytest.mark.parametrize("left, right", [(0, None), (1, None), (2, None), (None, 0), (None, 62), (None, 63)])
+@pytest.mark.parametrize("queries", [65, 66, 67, 130])
+def test_a_window_that_is_open_to_a_side(left, right, queries):
+    """Also where it begins or ends with the second key of a block, or with the last but one."""
+    q, k, v = (randn(1, 2, length, 16, seed=i) for i, length in enumerate((queries, 208, 208)))
+    assert_contract("attention", {"query": q, "key": k, "value": v, "mask": Mask.window(left, right)}, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("queries", [1, 5, 70])
+@pytest.mark.parametrize("keys", [520, 576, 1100])
+def test_more_keys_than_a_tile_meets_at_once(dtype, queries, keys):
+    """512 of them; what is left may be less than a block."""
+    q, k, v = (randn(1, 2, length, 16, seed=i).to(dtype) for i, length in enumerate((queries, keys, keys)))
+    assert_contract("attention", {"query": q, "key": k, "value": v}, "cpu")

@@ -129,10 +129,11 @@ def test_nothing_of_something(backend, shape, rows, gated):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_more_threads_than_parts_of_the_features(dtype):
-    """One tile of rows, whose hidden features the threads share: 5 chunks of 80 for 6 threads."""
+@pytest.mark.parametrize("rows", [40, 200])
+def test_more_threads_than_tiles_of_rows(dtype, rows):
+    """One tile or two, whose hidden features the threads share: 5 chunks of 80 for 6 threads, or 3 for 3."""
     with on_threads(6):
-        assert_contract("ffn", block(40, 24, 400, 17, dtype=dtype), "cpu")
+        assert_contract("ffn", block(rows, 24, 400, 70, dtype=dtype), "cpu")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
