@@ -1,5 +1,8 @@
 """prove() of a model under torch.compile: what only compiled code gets wrong fails, and what did not run is said."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -129,3 +132,109 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch):
             tfk.prove(small().eval(), torch.randn(5, 8), compile=True)
     with pytest.raises(TypeError, match="compile must be True, False or None, got 1"):
         tfk.prove(small(), torch.randn(5, 8), compile=1)
+
+
+def test_a_stack_that_the_compiler_leaves_alone_runs_packed():
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = encoder(), nn.Linear(32, 4)
+
+        @torch.compiler.disable
+        def encode(self, **inputs):
+            return self.encoder(**inputs)
+
+        def forward(self, **inputs):
+            return self.head(self.encode(**inputs)).relu()
+
+    report = tfk.prove(Around().eval(), padded(), compile=True)
+    assert report.passed and ("output", "", "output, compiled") in rows(report), report.table()
+
+
+def test_nothing_is_left_behind():
+    """Neither what was proven nor compiled code of a class, of which torch keeps eight a function."""
+    alive, real = [], compiled.Form.__init__
+
+    def noted(form, *args):
+        alive.append(weakref.ref(form))
+        real(form, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled.Form, "__init__", noted)
+        for _ in range(5):
+            assert tfk.prove(encoder().eval(), padded(), compile=True).passed
+    gc.collect()
+    assert len(alive) == 5 and not any(form() for form in alive)
+    model, graphs = encoder().eval(), []
+    tfk.patch(model)
+    torch.compile(model, fullgraph=True, backend=lambda graph, inputs: graphs.append(1) or graph.forward)(**padded())
+    assert graphs == [1]
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "default"])
+def test_a_model_that_comes_compiled_where_nothing_can_be_has_a_note(stance, monkeypatch):
+    model = torch.compile(small().eval())
+    if stance == "default":
+        monkeypatch.setattr(compiled, "_inductor", lambda *_: 1 / 0)
+    with torch.compiler.set_stance(stance):
+        report = tfk.prove(model, torch.randn(5, 8))
+        assert report.passed and not rows(report)
+        assert any(NOT_RUN in note and "torch.compile" in note for note in report.notes), report.notes
+        with pytest.raises(RuntimeError, match="prove: .*torch.compile"):
+            tfk.prove(model, torch.randn(5, 8), compile=True)
+
+
+class OfItsForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = small()
+
+    @torch.compile
+    def forward(self, x):
+        return self.body(x)
+
+
+def _own_forward():
+    model = small()
+    model.forward = torch.compile(model.forward)
+    return model
+
+
+@pytest.mark.parametrize("make", [OfItsForward, _own_forward])
+def test_a_forward_that_comes_compiled(make):
+    report = tfk.prove(make().eval(), torch.randn(5, 8))
+    assert report.passed and ("output", "", "output, compiled") in rows(report), report.table()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wrapper_that_a_function_holds_too(dtype):
+    model = small().eval()
+    part = torch.compile(model[3])
+    model[3], model.run = part, lambda x: part(x)
+    around = Calls(model)
+    report = tfk.prove(around, torch.randn(5, 8), dtype=dtype)
+    assert report.passed and ("output", "", "output, compiled") in rows(report), report.table()
+    assert around.model[3] is part and all(parameter.grad is None for parameter in around.parameters())
+
+
+class Calls(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model.run(self.model[2](self.model[1](self.model[0](x))))
+
+
+class Held:
+    def __init__(self, layer):
+        self.layer = layer
+
+
+def test_a_copy_that_runs_the_models_own_layers_is_no_copy():
+    model = small().eval().double()
+    held = Held(model[3])
+    model.run = lambda x: held.layer(x)
+    with pytest.raises(ValueError, match="prove: a copy of Calls runs parts of the model itself"):
+        tfk.prove(Calls(model), torch.randn(5, 8).double())
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from .. import _measured, interleaved, patching
 from .._version import __version__
 from ..proof import prove_patched
-from ..proof.compiled import CompileFails, is_compiled, plain
+from ..proof.compiled import Compiled, CompileFails, is_compiled, plain
 from ..proof.modules import replaced
 from ..proof.report import ProofReport
 from ..proof.runs import Call, device_of, named_tensors
@@ -222,11 +222,13 @@ def _calls(
         progress(f"first calls, {name}")
         each = each if dtype is None else each.to(dtype)
         own = call.to(dtype)
-        called: Any = torch.compile(each) if name in (COMPILED, BOTH) else each
-        run: Callable[[], object] = Step(called, own, loss_fn) if train else Inference(called, own)
+        called = Compiled(each) if name in (COMPILED, BOTH) else None
+        run: Callable[[], object] = Step(each, own, loss_fn, called) if train else Inference(each, own, called)
         try:
             run()
             run()
+            if called is not None and not called.graphs:
+                raise CompileFails("it has compiled nothing")
         except Exception as error:  # whatever a compiler throws, the others are still worth timing
             if name not in (COMPILED, BOTH):
                 raise
@@ -242,23 +244,31 @@ class Inference:
 
     model: nn.Module
     call: Call
+    compiled: Compiled | None = None
 
     def __call__(self) -> None:
         """The call."""
-        self.model(*self.call.args, **self.call.kwargs)
+        called = self.compiled or self.model
+        called(*self.call.args, **self.call.kwargs)
 
 
 class Step:
     """A training step of a model without its optimizer: forward, backward, gradients dropped."""
 
-    def __init__(self, model: nn.Module, call: Call, loss_fn: Callable[[Any], Tensor] | None) -> None:
-        self.model, self.call, self.loss_fn = model, call, loss_fn
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        loss_fn: Callable[[Any], Tensor] | None,
+        compiled: Compiled | None = None,
+    ) -> None:
+        self.model, self.call, self.loss_fn, self.called = model, call, loss_fn, compiled or model
         self.leaves = [*model.parameters(), *call.tensors().values()]
         self.weights: list[Tensor] | None = None
 
     def __call__(self) -> None:
         """The step."""
-        result = self.model(*self.call.args, **self.call.kwargs)
+        result = self.called(*self.call.args, **self.call.kwargs)
         outputs = [result] if self.loss_fn is None else [self.loss_fn(result)]
         ends = [end for end in named_tensors(outputs).values() if end.requires_grad]
         if not ends:

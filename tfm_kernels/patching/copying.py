@@ -1,4 +1,4 @@
-"""Copies of a model that share no part with it, what its functions hold included."""
+"""Copies of a model whose functions hold parts of the copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-CONTAINERS = (list, tuple, dict, set, deque, OrderedDict, defaultdict)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict)
+_MANY = 20_000  # things in a container from which on none is a part of a model
 OF_AN_OBJECT = (types.BuiltinMethodType, types.MethodWrapperType)  # [].append, {}.__setitem__
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
@@ -20,8 +21,9 @@ def copied(model: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
     """``copy.deepcopy``, in which callables that modules keep as attributes hold parts of the copy, not of the model.
 
     deepcopy gives the same function again: minGPT's ``self.mlpf = lambda x: m.c_proj(...)`` of a copy would go on
-    running the layers of the original. What holds no part stays the object that it is. ``made`` holds what stands for
-    objects, by their id, that are not to be copied.
+    running the layers of the original. What holds no part stays the object that it is. Not followed: objects that
+    functions hold, and what ``functools.lru_cache`` wraps. ``made`` holds what stands for objects, by their id, that
+    are not to be copied.
     """
     made = {} if made is None else made
     new = copy.deepcopy(model, made)
@@ -99,17 +101,20 @@ class _Rebound:
         new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
         functools.update_wrapper(new, function)
         del new.__dict__["__wrapped__"]
-        new.__dict__.update(function.__dict__)
+        new.__dict__.update({name: self._of(each) for name, each in function.__dict__.items()})
         new.__defaults__, new.__kwdefaults__ = self._of(function.__defaults__), self._of(function.__kwdefaults__)
         return new
 
     def _container(self, value: Any) -> None:
-        if isinstance(value, tuple):
-            self.made[id(value)] = tuple(map(self._of, value))
+        if isinstance(value, (tuple, frozenset)):
+            make = getattr(type(value), "_make", type(value))  # of a namedtuple
+            self.made[id(value)] = make(map(self._of, value))
             return
         self.made[id(value)] = new = copy.copy(value)  # which may hold itself
         if isinstance(value, dict):
-            new.update({name: self._of(each) for name, each in value.items()})
+            items = [(self._of(name), self._of(each)) for name, each in value.items()]
+            new.clear()
+            new.update(items)
             return
         each_of = list(map(self._of, value))
         new.clear()
@@ -119,12 +124,13 @@ class _Rebound:
 def held(value: Any) -> list[Any]:
     """What deepcopy does not see in a callable, and what lies in a container; no numbers and text."""
     found: list[Any] = []
-    if type(value) in CONTAINERS:
-        found = [*(value.values() if isinstance(value, dict) else value)]
+    if type(value) in _CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_make")):
+        whole = value if len(value) <= _MANY else ()
+        found = [*whole, *whole.values()] if isinstance(whole, dict) else [*whole]
     elif isinstance(value, types.CellType):
         found = in_cell(value)
     elif isinstance(value, types.FunctionType):
-        found = [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__]
+        found = [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, *value.__dict__.values()]
     elif isinstance(value, functools.partial):
         found = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, types.MethodType):

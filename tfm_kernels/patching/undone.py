@@ -6,7 +6,7 @@ import functools
 import random
 import sys
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .copying import OF_AN_OBJECT, held, in_cell
 
 _MANY = 20_000  # things that are looked at
-_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, bytearray)
 _LEFT = (types.ModuleType, type, nn.Module, Tensor)
 _PACKAGES = frozenset({"torch", "builtins"})
 
@@ -28,14 +28,17 @@ def undone(module: nn.Module) -> Iterator[None]:
 
     That is what deepcopy leaves to a copy and the original alike. Put back are lists, dicts, sets, variables of
     closures, attributes of objects and of functions, and the state of random generators; not tensors and arrays, other
-    modules, an ``itertools.count``, and what functions find in their file.
+    modules, an ``itertools.count``, what functions find in their file, and objects that refuse to be looked at.
     """
-    back = [restore for value in _shared(module) if (restore := _restore(value)) is not None]
+    back: list[Callable[[], object]] = []
+    for value in _shared(module):
+        with suppress(Exception):  # an object may want anything
+            back += _restores(value)
     try:
         yield
     finally:
         for restore in back:
-            with suppress(Exception):  # an object may refuse
+            with suppress(Exception):
                 restore()
 
 
@@ -51,40 +54,59 @@ def _shared(module: nn.Module) -> list[Any]:
         if (id(value), shared) in found:
             continue
         found[id(value), shared] = value
-        shared = shared or isinstance(value, (types.FunctionType, *OF_AN_OBJECT))
-        inside = [*held(value), *_attributes(value).values()]
-        left += [(each, shared) for each in inside if not isinstance(each, _LEFT)]
-    return [value for (_, shared), value in found.items() if shared or isinstance(value, types.FunctionType)]
+        with suppress(Exception):
+            shared = shared or isinstance(value, (types.FunctionType, *OF_AN_OBJECT))
+            left += [(each, shared) for each in [*held(value), *_attributes(value)] if not isinstance(each, _LEFT)]
+    return [value for (_, shared), value in found.items() if shared or type(value) is types.FunctionType]
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """Those of an object, in whatever form, or of a class, but for what the language keeps there."""
-    if isinstance(value, (types.BuiltinMethodType, types.MethodType, *_DICTS, list, tuple)):
-        return {}
+def _attributes(value: Any) -> list[Any]:
+    """What an object, a function or a class has as attributes, but for what the language keeps there."""
     if type(value).__module__.partition(".")[0] == "torch":
-        return {}
-    found = {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("__")}
+        return []
+    own = [each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("__")]
     if isinstance(value, type):
-        return {name: each for name, each in found.items() if not hasattr(type(each), "__get__")}
-    slots = (getattr(base, "__slots__", ()) for base in type(value).__mro__)
-    for name in (name for names in slots for name in ((names,) if isinstance(names, str) else names)):
-        with suppress(Exception):  # one that is not set, or private
-            found[name] = getattr(value, name)
-    return found
+        return [each for each in own if not hasattr(type(each), "__get__")]
+    return [*own, *(content for slot in _slots(value) for content in _in_slot(slot, value))]
 
 
-def _restore(value: Any) -> Callable[[], object] | None:
-    """What puts a thing back as it is now; None where nothing can."""
+def _slots(value: Any) -> list[Any]:
+    """The descriptors of an object's slots."""
+    return [
+        each
+        for base in type(value).__mro__
+        if "__slots__" in base.__dict__
+        for each in base.__dict__.values()
+        if isinstance(each, types.MemberDescriptorType)
+    ]
+
+
+def _in_slot(slot: Any, value: Any) -> list[Any]:
+    try:
+        return [slot.__get__(value)]
+    except AttributeError:  # not set
+        return []
+
+
+def _restores(value: Any) -> list[Callable[[], object]]:
+    """What puts a thing back as it is now."""
     if isinstance(value, types.CellType):
-        return functools.partial(_refill_cell, value, in_cell(value))
-    if type(value) in _DICTS:
-        return functools.partial(_refill_dict, value, list(value.items()))
-    if type(value) in (list, deque, set, bytearray):
-        return functools.partial(_refill, value, list(value))
-    put, state = _state(value)
-    if put is not None:
-        return functools.partial(put, state)
-    return functools.partial(_reset, value, _attributes(value)) if hasattr(value, "__dict__") else None
+        return [functools.partial(_refill_cell, value, in_cell(value))]
+    if isinstance(value, type):
+        return [functools.partial(_reset_class, value, dict(vars(value)))]
+    found: list[Callable[[], object]] = []
+    kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    if kind is not None:
+        found.append(functools.partial(_refill, kind, value, _items(kind, value)))
+    with suppress(Exception):  # such as a SystemRandom
+        put, state = _state(value)
+        if put is not None:
+            return [*found, functools.partial(put, state)]
+    found += [functools.partial(_refill_slot, slot, value, _in_slot(slot, value)) for slot in _slots(value)]
+    own = getattr(value, "__dict__", None)
+    if type(own) is dict:
+        found.append(functools.partial(_refill, dict, own, _items(dict, own)))
+    return found
 
 
 def _refill_cell(cell: types.CellType, content: list[Any]) -> None:
@@ -94,20 +116,41 @@ def _refill_cell(cell: types.CellType, content: list[Any]) -> None:
         del cell.cell_contents
 
 
-def _refill_dict(value: dict, items: list[tuple[Any, Any]]) -> None:
-    if not _alike([part for pair in value.items() for part in pair], [part for pair in items for part in pair]):
-        value.clear()
-        value.update(items)
+def _refill_slot(slot: Any, value: Any, content: list[Any]) -> None:
+    now = _in_slot(slot, value)
+    if content and not (now and now[0] is content[0]):
+        slot.__set__(value, content[0])
+    elif now and not content:
+        slot.__delete__(value)
 
 
-def _refill(value: Any, items: list[Any]) -> None:
-    if not _alike(list(value), items):
-        value.clear()
-        value.update(items) if isinstance(value, set) else value.extend(items)
+def _items(kind: Any, value: Any) -> list[Any]:
+    """What lies in a container, by its own type's methods, which a subclass may change."""
+    return list(kind.items(value)) if issubclass(kind, dict) else list(kind.__iter__(value))
 
 
-def _alike(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+def _refill(kind: Any, value: Any, before: list[Any]) -> None:
+    now = _items(kind, value)
+    if issubclass(kind, dict):
+        same = all(a[0] is b[0] and a[1] is b[1] for a, b in zip(now, before, strict=False))
+    else:
+        same = all(a is b for a, b in zip(now, before, strict=False))
+    if same and len(now) == len(before):
+        return
+    kind.clear(value)
+    if hasattr(kind, "update"):
+        kind.update(value, before)
+    else:
+        kind.extend(value, before)
+
+
+def _reset_class(cls: type, before: dict[str, Any]) -> None:
+    now = dict(vars(cls))
+    for name in now.keys() - before.keys():
+        type.__delattr__(cls, name)
+    for name, each in before.items():
+        if name not in now or now[name] is not each:
+            type.__setattr__(cls, name, each)
 
 
 def _state(value: Any) -> tuple[Callable[[Any], object] | None, Any]:
@@ -123,13 +166,3 @@ def _state(value: Any) -> tuple[Callable[[Any], object] | None, Any]:
         if isinstance(value, drawn.Generator):
             return functools.partial(setattr, value.bit_generator, "state"), value.bit_generator.state
     return None, None
-
-
-def _reset(value: Any, before: dict[str, Any]) -> None:
-    kind: Any = type if isinstance(value, type) else object  # past a __setattr__ that refuses, as of a frozen dataclass
-    now = _attributes(value)
-    for name in now.keys() - before.keys():
-        kind.__delattr__(value, name)
-    for name, each in before.items():
-        if name not in now or now[name] is not each:
-            kind.__setattr__(value, name, each)

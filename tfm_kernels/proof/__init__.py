@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,7 @@ def prove_patched(
     started = time.perf_counter()
     _check(model, loss_fn, dtype, count, limit, compile)
     asked = compiled.is_compiled(model) if compile is None else compile
+    gradients_before = [(parameter, parameter.grad) for parameter in model.parameters()]
     model = compiled.plain(model)
     own = dtype or _lowest_dtype(model)
     judge = Judge(own, float(limit))
@@ -144,7 +145,7 @@ def prove_patched(
         progress("patched model without a graph")
         with told_apart(models, call, own, loss_fn):
             repeated = call_repeatedly(patched, call)
-        form = compiled.form(patched, call, report.notes, progress) if asked else None
+        form = compiled.form(patched, call, report.notes, progress, asked=compile is True) if asked else None
         left_out = repeated.left_out
         _thaw(patched, report.notes)
         progress("original in float64, recording the inputs of the replaced modules")
@@ -154,8 +155,8 @@ def prove_patched(
         trio = run_three(models, call, own, left_out, loss_fn, known, progress)
     except PatchedFails as error:
         raise RuntimeError(f"prove: the patched {report.model} fails where the original runs: {error}") from error
+    _require_untouched(gradients_before, report.model)
     repeated.look()
-    beside = None if form is None else form.run(models, own, loss_fn)
     report.rows += padding.reads(raw, trio.exact, left_out, trio.reached, with_loss=loss_fn is not None)
     report.notes += padding.notes(trio.ignored)
     typical = typical_error(trio.exact.gradients, trio.stock.gradients)
@@ -169,11 +170,10 @@ def prove_patched(
     plain = trio.exact.outputs, trio.stock.outputs, repeated.first.copies
     report.rows += judge.compare("output", *named(plain, "no_grad"), module="", typical=typical, by_row=True)
     report.rows += compare_repeated(repeated, stock, call)
-    if form is not None and beside is not None:
-        without_graph = beside.exact.outputs, beside.stock.outputs, form.plain.copies
-        for values, words in ((beside.outputs(), "compiled"), (without_graph, "compiled, no_grad")):
-            report.rows += judge.compare("output", *named(values, words), module="", typical=typical, by_row=True)
-        report.rows += judge.compare("buffer", *named(beside.buffers(), "compiled"), typical=typical)
+    if form is not None:
+        packs = bool(left_out.masks())
+        ways = ((padding.LeftOut(), padding.nowhere), (left_out, known))[: 1 + packs]
+        report.rows += form.beside(models, own, loss_fn, ways, judge, typical)
     del repeated
     for name, module in patched.named_modules():
         found = swap.fallbacks(module)
@@ -184,18 +184,17 @@ def prove_patched(
     told = all(row.passed for row in report.rows + alone)  # else it is known that something is wrong, and what
     again = functools.partial(nearby.judged_again, models=models, dtype=own, tell=progress)
 
-    def gradients(done: Trio, beside: Trio | None) -> list[Row]:
+    def gradients(done: Trio) -> list[Row]:
         rows = judge.compare("gradient", *done.gradients(), rows_summed=done.rows, no_more=True)
-        if beside is not None:
-            values = named(beside.gradients(), "compiled")
-            rows += judge.compare("gradient", *values, rows_summed=done.rows, no_more=True)
-        return rows
+        return rows + (form.gradients(judge) if form is not None else [])
 
     def gradients_there() -> list[Row]:
         done = run_three(models, call, own, left_out, loss_fn, lambda outputs: trio.ignored)
-        return gradients(done, None if form is None else form.run(models, own, loss_fn))
+        if form is not None:
+            form.run_again()
+        return gradients(done)
 
-    rows = gradients(trio, beside)
+    rows = gradients(trio)
     report.rows += again(rows, compare=gradients_there) if told else rows
     report.rows += alone
     if count:
@@ -225,6 +224,18 @@ def _told_of_script(exact: nn.Module) -> Iterator[None]:
         raise ValueError(
             f"prove: {part or 'the model'}, compiled by TorchScript, cannot run in float64; prove the model before"
         ) from error
+
+
+def _require_untouched(gradients: Sequence[tuple[nn.Parameter, Tensor | None]], name: str) -> None:
+    """Raises where a backward of the copies reached the user's own parameters, which get their gradients back."""
+    touched = [(parameter, gradient) for parameter, gradient in gradients if parameter.grad is not gradient]
+    for parameter, gradient in touched:
+        parameter.grad = gradient
+    if touched:
+        raise ValueError(
+            f"prove: a copy of {name} runs parts of the model itself, which an object or a function in it holds, so "
+            "that original and patched model cannot be told apart"
+        )
 
 
 def _not_compared(trio: Trio, compared: set[str]) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +14,9 @@ from torch import nn
 
 from ..patching.copying import copied
 from . import padding
-from .runs import Call, Returned, draws, forward
+from .report import Row
+from .rule import Judge
+from .runs import Call, Returned, draws, forward, named
 from .side_by_side import Models, Trio, first_line, run_three
 
 T = TypeVar("T")
@@ -25,13 +30,23 @@ class CompileFails(RuntimeError):
 def plain(model: nn.Module) -> nn.Module:
     """The model without what torch.compile(module) wraps around it, and of a model with such parts a copy without."""
     model = _inner(model)
-    if any(map(_is_wrapper, model.modules())):
-        model = copied(model)
-        for module in list(model.modules()):
-            module._modules.update(
-                {name: _inner(child) for name, child in module._modules.items() if child is not None}
-            )
-    return model
+    wrappers = [module for module in model.modules() if _is_wrapper(module)]
+    if not wrappers:
+        return model
+    made: dict[int, Any] = {}
+    for wrapper in reversed(wrappers):  # the inner ones first
+        made[id(wrapper)] = copy.deepcopy(_inner(wrapper), made)
+    return copied(model, made)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile runs the model, a module in it, or the forward of one."""
+    return any(
+        _is_wrapper(module)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def _inner(module: nn.Module) -> nn.Module:
@@ -46,13 +61,41 @@ def _is_wrapper(module: nn.Module) -> bool:
     return made is not None and isinstance(module, made.OptimizedModule)
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile runs the model or a module in it."""
-    return any(_is_wrapper(m) or m._compiled_call_impl is not None for m in model.modules())
+class Compiled:
+    """A model under torch.compile, which forgets what was compiled for it when it goes.
+
+    Compiled code is kept by the code of the function that is compiled: here one of its own, lest what is compiled of a
+    class add up in a process until it reaches torch's limit.
+
+    Args:
+        model: that is called.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return model(*args, **kwargs)
+
+        own = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+        self._graphs: list[None] = []
+        self._call = torch.compile(own, backend=functools.partial(_inductor, self._graphs))
+
+    @property
+    def graphs(self) -> int:
+        """How many have been compiled."""
+        return len(self._graphs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives."""
+        return self._call(*args, **kwargs)
+
+
+def _inductor(graphs: list[None], graph: Any, inputs: Any) -> Any:
+    graphs.append(None)
+    return torch._dynamo.lookup_backend("inductor")(graph, inputs)
 
 
 def form(
-    model: nn.Module, call: Call, notes: list[str], tell: Callable[[str], None] = lambda stage: None
+    model: nn.Module, call: Call, notes: list[str], tell: Callable[[str], None], *, asked: bool = True
 ) -> Form | None:
     """The form of a patched model under torch.compile, after a call without a graph; None, with a note, where it draws.
 
@@ -61,6 +104,7 @@ def form(
         call: its arguments.
         notes: gets one.
         tell: told of each stage.
+        asked: whether the caller asked for it; else a note is enough where it fails.
 
     Raises:
         CompileFails: torch.compile raises, or has compiled nothing.
@@ -71,36 +115,79 @@ def form(
             "others; prove it in evaluation mode, or without dropout"
         )
         return None
-    made = Form(model, call, tell)
+    try:
+        made = Form(model, call, tell)
+    except CompileFails as error:
+        if asked:
+            raise
+        notes.append(f"it was not run under torch.compile: {error}")
+        return None
     notes.append(f"torch.compile made {made.graphs} graph{'s' * (made.graphs != 1)} of it for a call without gradients")
     return made
 
 
 class Form:
-    """A model under torch.compile.
+    """A model under torch.compile, and what it gave.
 
     Attributes:
-        model: itself.
-        call: its arguments.
-        graphs: how many graphs have been compiled.
-        plain: what the call without a graph gave.
+        graphs: how many graphs the call without a graph took.
     """
 
+    _trio: Trio
+    _again: Callable[[], Trio]
+
     def __init__(self, model: nn.Module, call: Call, tell: Callable[[str], None]) -> None:
-        self.model, self.call, self.tell, self.graphs = model, call, tell, 0
-        self.compiled = torch.compile(model, backend=self._backend)
+        self._call, self._tell, self._compiled = call, tell, Compiled(model)
         tell("patched model under torch.compile, without a graph")
-        self.plain: Returned = self._watched(lambda: forward(model, call.to(None), compiled=self.compiled))
+        self._plain: Returned = self._watched(lambda: forward(model, call.to(None), compiled=self._compiled))
+        self.graphs = self._compiled.graphs
 
-    def run(self, models: Models, dtype: torch.dtype, loss_fn: Callable | None) -> Trio:
-        """Its forward and backward beside those of the original, whose padding stays: compiled stacks run padded."""
-        self.tell("patched model under torch.compile, forward and backward")
-        given: Any = {"left_out": padding.LeftOut(), "loss_fn": loss_fn, "compiled": self.compiled}
-        return self._watched(lambda: run_three(models, self.call, dtype, **given))
+    def beside(
+        self,
+        models: Models,
+        dtype: torch.dtype,
+        loss_fn: Callable | None,
+        ways: Sequence[tuple[padding.LeftOut, Any]],
+        judge: Judge,
+        typical: float,
+    ) -> list[Row]:
+        """Runs forward and backward beside the original, and compares outputs and buffers.
 
-    def _backend(self, graph: Any, inputs: Any) -> Any:
-        self.graphs += 1
-        return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+        Args:
+            models: the original and the patched one, which this is a form of.
+            dtype: to be judged.
+            loss_fn: as ``prove`` has it.
+            ways: in which the original may leave padding out, with ``at_padding`` of ``run_three``: compiled stacks run
+                padded, the first, and one that the compiler was told to leave alone packed, the second. The first
+                counts unless the second passes.
+            judge: of the rows.
+            typical: relative error.
+        """
+        found: list[tuple[list[Row], Trio, Callable[[], Trio]]] = []
+        for left_out, at_padding in ways:
+            given: Any = {"left_out": left_out, "loss_fn": loss_fn, "at_padding": at_padding}
+            self._again = functools.partial(run_three, models, self._call, dtype, **given, compiled=self._compiled)
+            self.run_again()
+            without_graph = self._trio.exact.outputs, self._trio.stock.outputs, self._plain.copies
+            rows = judge.compare("buffer", *named(self._trio.buffers(), "compiled"), typical=typical)
+            for values, words in ((self._trio.outputs(), "compiled"), (without_graph, "compiled, no_grad")):
+                rows += judge.compare("output", *named(values, words), module="", typical=typical, by_row=True)
+            found.append((rows, self._trio, self._again))
+            if all(row.passed for row in rows):
+                break
+        else:
+            rows, self._trio, self._again = found[0]
+        return rows
+
+    def gradients(self, judge: Judge) -> list[Row]:
+        """Compares those of the last run."""
+        values = named(self._trio.gradients(), "compiled")
+        return judge.compare("gradient", *values, rows_summed=self._trio.rows, no_more=True)
+
+    def run_again(self) -> None:
+        """Forward and backward once more, with other weights."""
+        self._tell("patched model under torch.compile, forward and backward")
+        self._trio = self._watched(self._again)
 
     def _watched(self, runs: Callable[[], T]) -> T:
         try:
@@ -109,6 +196,6 @@ class Form:
         except Exception as error:  # whatever a compiler throws
             told = f"{type(error).__name__}: {first_line(error)}"
             raise CompileFails(f"prove: the patched model fails under torch.compile: {told}") from error
-        if not self.graphs:
+        if not self._compiled.graphs:
             raise CompileFails("prove: torch.compile has compiled nothing of the patched model")
         return found

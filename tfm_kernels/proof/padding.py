@@ -109,6 +109,11 @@ def _zeroed(output: Tensor, mask: Tensor, name: str, reached: set[str] | None) -
     return zeroed
 
 
+def nowhere(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``at_padding`` where nothing was left out."""
+    return {}
+
+
 def at_padding(raw: Mapping[str, Tensor], zeroed: Mapping[str, Tensor], left_out: LeftOut) -> dict[str, Tensor]:
     """Name -> bool over the leading axes, True at padding: the outputs that zeros change there and nowhere else.
 
