@@ -11,7 +11,7 @@ from bench.gpu import models, table
 from bench.gpu.part import GREEN, RED, Room, run
 from bench.gpu.parts import PARTS
 from tfm_kernels import _measured
-from tfm_kernels.bench.model import BOTH, RUNNERS
+from tfm_kernels.bench.model import BOTH, COMPILED, RUNNERS
 
 SMALL = models.Size(16, 2, 32, 1, 4, 8)
 
@@ -33,11 +33,13 @@ def test_a_model_is_proven_and_timed_eager_and_compiled(tmp_path, monkeypatch, n
     monkeypatch.setattr(models, "BACKENDS", ("cpu",))
     record = run(items(tmp_path)[f"cpu {name}"])
     assert record["state"] == GREEN, record
-    assert [runner["name"] for runner in record["runners"]] == list(RUNNERS) and "bfloat16" in record["proof"]
+    # torch.compile compiles nothing of nn.Transformer, which looks at its mask's numbers
+    timed = [who for who in RUNNERS if name != "transformer" or who != COMPILED]
+    assert [runner["name"] for runner in record["runners"]] == timed and "bfloat16" in record["proof"]
     assert any("torch.compile made 1 graph" in note for note in record["notes"]), record["notes"]
     assert (name == "transformer") != ("training" in record["proof"])
     head, line, _ = table._model_lines({"models": {"groups": [record]}})
-    assert head.endswith(f"{BOTH} ms") and line.startswith(f"cpu {name} ") and line.count("x)") == 4
+    assert head.endswith(f"{BOTH} ms") and line.startswith(f"cpu {name} ") and line.count("x)") == len(timed)
 
 
 def test_what_is_wrong_or_cannot_be_compiled_is_red(tmp_path, monkeypatch):
