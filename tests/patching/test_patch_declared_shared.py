@@ -335,6 +335,17 @@ class KeepsACall(attentions.CausalSelfAttention):
         return self.resid_dropout(self.c_proj(self.attend(*_split(self, x)).transpose(1, 2).reshape(x.shape)))
 
 
+class CallableDict(dict):
+    def __call__(self, length):
+        return self.setdefault(length, torch.ones(length, length).tril() == 0)
+
+
+class WithADict(WithTable):
+    def __init__(self):
+        super().__init__()
+        self.table = CallableDict()
+
+
 TOLD = []
 
 
@@ -350,7 +361,13 @@ class Tells(KeepsACall):
 
 @pytest.mark.parametrize("run_before", [False, True])
 @pytest.mark.parametrize(
-    "cls, found", [(WithTable, "fused attention"), (KeepsACall, "fused attention"), (Tells, WRITES.format("tell"))]
+    "cls, found",
+    [
+        (WithTable, "fused attention"),
+        (WithADict, "fused attention"),
+        (KeepsACall, "fused attention"),
+        (Tells, WRITES.format("tell")),
+    ],
 )
 def test_attention_may_keep_tables_and_callables_but_not_tell_others(cls, found, run_before):
     tfk.patching.declare_attention(cls, **attentions.NANO)

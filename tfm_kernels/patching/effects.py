@@ -97,7 +97,7 @@ class _Held:
             return before != now
         if name not in self.exact:
             return _rewritten(before, now)
-        return None not in (before, now) and before[0] == now[0] and before != now  # else the attribute was written
+        return None not in (before, now) and _which(before) == _which(now) and before != now  # else it is another
 
     def _look(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -144,6 +144,11 @@ class _Held:
             parts = [part for part in _parts(value) if not (self.pictures and _is_table(part))]
             return known, [tuple(self._state(each, depth - 1) for each in part) for part in parts]
         return known
+
+
+def _which(state: Any) -> Any:
+    """Which object a state is of."""
+    return state[0] if isinstance(state, tuple) else state
 
 
 def _is_table(part: tuple[Any, ...]) -> bool:
