@@ -171,6 +171,23 @@ def test_nothing_is_left_behind():
     assert graphs == [1]
 
 
+def test_a_backward_that_cannot_be_compiled_is_a_note_where_nobody_asked(monkeypatch):
+    real = compiled._inductor
+
+    def without_gradients(graphs, graph, inputs):
+        if torch.is_grad_enabled():
+            raise RuntimeError("no backward")
+        return real(graphs, graph, inputs)
+
+    monkeypatch.setattr(compiled, "_inductor", without_gradients)
+    report = tfk.prove(torch.compile(small().eval()), torch.randn(5, 8))
+    assert report.passed and not rows(report) and any(NOT_RUN in note for note in report.notes), report.notes
+    with pytest.raises(
+        RuntimeError, match="prove: the patched model fails under torch.compile: RuntimeError: no backward$"
+    ):
+        tfk.prove(small().eval(), torch.randn(5, 8), compile=True)
+
+
 @pytest.mark.parametrize("stance", ["force_eager", "default"])
 def test_a_model_that_comes_compiled_where_nothing_can_be_has_a_note(stance, monkeypatch):
     model = torch.compile(small().eval())

@@ -173,7 +173,13 @@ def prove_patched(
     if form is not None:
         packs = bool(left_out.masks())
         ways = ((padding.LeftOut(), padding.nowhere), (left_out, known))[: 1 + packs]
-        report.rows += form.beside(models, own, loss_fn, ways, judge, typical)
+        try:
+            report.rows += form.beside(models, own, loss_fn, ways, judge, typical)
+        except compiled.CompileFails as error:
+            if compile is True:
+                raise
+            report.notes.append(compiled.NOT_RUN.format(error))
+            form = None
     del repeated
     for name, module in patched.named_modules():
         found = swap.fallbacks(module)

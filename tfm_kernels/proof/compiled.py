@@ -22,6 +22,12 @@ from .side_by_side import Models, Trio, first_line, run_three
 T = TypeVar("T")
 _FORMS = 1 << 16  # of one function; past eight a process would run what it proves next without compiling it
 
+NOT_RUN = "it was not run under torch.compile: {}"
+_DRAWS = (
+    "the model draws random numbers (dropout), and compiled code draws others; prove it in evaluation mode, or without "
+    "dropout"
+)
+
 
 class CompileFails(RuntimeError):
     """torch.compile cannot compile the patched model, or the compiled form cannot run the call."""
@@ -110,17 +116,14 @@ def form(
         CompileFails: torch.compile raises, or has compiled nothing.
     """
     if draws(model, call):
-        notes.append(
-            "it was not run under torch.compile: the model draws random numbers (dropout), and compiled code draws "
-            "others; prove it in evaluation mode, or without dropout"
-        )
+        notes.append(NOT_RUN.format(_DRAWS))
         return None
     try:
         made = Form(model, call, tell)
     except CompileFails as error:
         if asked:
             raise
-        notes.append(f"it was not run under torch.compile: {error}")
+        notes.append(NOT_RUN.format(error))
         return None
     notes.append(f"torch.compile made {made.graphs} graph{'s' * (made.graphs != 1)} of it for a call without gradients")
     return made
@@ -194,7 +197,8 @@ class Form:
             with torch._dynamo.config.patch(recompile_limit=_FORMS, accumulated_recompile_limit=_FORMS):
                 found = runs()
         except Exception as error:  # whatever a compiler throws
-            told = f"{type(error).__name__}: {first_line(error)}"
+            cause = getattr(error, "inner_exception", error)  # of a backend that failed
+            told = f"{type(cause).__name__}: {first_line(cause)}"
             raise CompileFails(f"prove: the patched model fails under torch.compile: {told}") from error
         if not self._compiled.graphs:
             raise CompileFails("prove: torch.compile has compiled nothing of the patched model")
