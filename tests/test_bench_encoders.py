@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from bench import encoders
+from bench import encoders, places
 from tfm_kernels.bench import timing
 from tfm_kernels.bench.model import RUNNERS
 from tfm_kernels.testing.float64 import assert_same_in_float64
@@ -62,6 +62,16 @@ class Means(nn.Module):
 
     def forward(self, **inputs):
         return self.model(**inputs).mean(1)
+
+
+def test_readme_quotes_the_recorded_results():
+    readme = (places.ROOT / "README.md").read_text()
+    found = json.loads((places.RESULTS / "cpu-zen4" / "models" / "encoders.json").read_text())
+    assert set(found["cases"]) < set(encoders.CASES)
+    for name, case in found["cases"].items():
+        (line,) = (line for line in readme.splitlines() if line.startswith(f"| {name} |"))
+        cells = [f"{case['stock']['median'] * 1e3:.0f} ms", *(f"{case[who]['times']:.2f}x" for who in RUNNERS[1:])]
+        assert line == f"| {name} | {' | '.join(cells)} |"
 
 
 def test_the_models_are_as_named():
