@@ -255,3 +255,9 @@ def test_a_copy_that_runs_the_models_own_layers_is_no_copy():
     with pytest.raises(ValueError, match="prove: a copy of Calls runs parts of the model itself"):
         tfk.prove(Calls(model), torch.randn(5, 8).double())
     assert all(parameter.grad is None for parameter in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match="prove: a copy of Calls runs parts of the model itself"):
+        tfk.prove(Calls(model), torch.randn(5, 8).double())
+    assert all((parameter.grad == 1).all() for parameter in model.parameters())
+    assert tfk.prove(model, torch.randn(5, 8).double()).passed, "gradients of before are no reason"

@@ -20,7 +20,7 @@ from .repeated import compare as compare_repeated
 from .report import ProofReport as ProofReport
 from .report import Row as Row
 from .rule import Judge, typical_error
-from .runs import Call, named
+from .runs import Call, named, same
 from .side_by_side import Models, Originals, PatchedFails, Trio, run_three, told_apart
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -118,7 +118,9 @@ def prove_patched(
     started = time.perf_counter()
     _check(model, loss_fn, dtype, count, limit, compile)
     asked = compiled.is_compiled(model) if compile is None else compile
-    gradients_before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    gradients_before = [
+        (each, each.grad, None if each.grad is None else each.grad.clone()) for each in model.parameters()
+    ]
     model = compiled.plain(model)
     own = dtype or _lowest_dtype(model)
     judge = Judge(own, float(limit))
@@ -232,11 +234,15 @@ def _told_of_script(exact: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _require_untouched(gradients: Sequence[tuple[nn.Parameter, Tensor | None]], name: str) -> None:
+def _require_untouched(gradients: Sequence[tuple[nn.Parameter, Tensor | None, Tensor | None]], name: str) -> None:
     """Raises where a backward of the copies reached the user's own parameters, which get their gradients back."""
-    touched = [(parameter, gradient) for parameter, gradient in gradients if parameter.grad is not gradient]
-    for parameter, gradient in touched:
+    touched = False
+    for parameter, gradient, numbers in gradients:
+        touched |= parameter.grad is not gradient
         parameter.grad = gradient
+        if gradient is not None and numbers is not None and not same(gradient, numbers):  # added to in place
+            touched = True
+            gradient.copy_(numbers)
     if touched:
         raise ValueError(
             f"prove: a copy of {name} runs parts of the model itself, which an object or a function in it holds, so "
