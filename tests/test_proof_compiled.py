@@ -109,10 +109,62 @@ def test_a_model_that_comes_compiled_is_proven_so(come):
     assert compiled.is_compiled(model), "the user's own stays as it is"
 
 
-def test_dropout_is_left_out_and_said():
-    report = tfk.prove(encoder().train(), padded(), compile=True)
-    assert report.passed and not rows(report)
-    assert any(NOT_RUN in note and "evaluation mode" in note for note in report.notes), report.notes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_drops_the_same_compiled(dtype):
+    report = tfk.prove(encoder().train(), padded(), dtype=dtype, compile=True)
+    assert report.passed and len(rows(report)) > 20, report.table()
+    assert any("its dropout drops" in note for note in report.notes), report.notes
+    assert not any("its dropout drops" in note for note in tfk.prove(encoder().eval(), padded(), compile=True).notes)
+
+
+class Several(nn.Module):
+    """Dropouts of PyTorch's own and fused ones, in an order that a compiler has reasons to change."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.25, batch_first=True)
+        self.first, self.second, self.between = nn.Linear(16, 16), nn.Linear(16, 16), between
+
+    def forward(self, x):
+        early, late = nn.functional.dropout(x, 0.3), nn.functional.dropout(x.roll(1, 0), 0.5)
+        y = self.second(late) + self.attention(early, early, early, need_weights=False)[0]
+        y = y if self.between is None else self.between(y)
+        scores = nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.4)
+        return nn.functional.dropout1d(self.first(early), 0.2), nn.functional.alpha_dropout(scores, 0.3)
+
+
+@torch.compiler.disable
+def _left_alone(y):
+    return nn.functional.dropout(y, 0.5)
+
+
+@pytest.mark.parametrize("between", [None, _left_alone], ids=["one graph", "between graphs"])
+def test_dropouts_of_any_kind_keep_their_order(between):
+    torch.manual_seed(0)
+    report = tfk.prove(Several(between).train(), torch.randn(6, 7, 16), compile=True)
+    assert report.passed and ("output", "", "output.1, compiled") in rows(report), report.table()
+    graphs = [note for note in report.notes if "torch.compile made" in note]
+    assert ("2 graphs" if between else "1 graph ") in graphs[0]
+
+
+def test_a_wrong_dropout_of_compiled_code_alone_fails():
+    class Drops(nn.Module):
+        def forward(self, x):
+            return nn.functional.dropout(x, 0.25 if torch.compiler.is_compiling() else 0.5)
+
+    report = tfk.prove(nn.Sequential(nn.LayerNorm(16), Drops()).train(), torch.randn(6, 16), compile=True)
+    assert report.failures and all("compiled" in row.tensor for row in report.failures), report.table()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["always", "with a graph"])
+def test_random_numbers_for_more_than_dropout_are_left_out_and_said(graph):
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + torch.rand_like(x) if torch.is_grad_enabled() or not graph else nn.functional.dropout(x)
+
+    report = tfk.prove(nn.Sequential(nn.LayerNorm(16), Noise()).train(), torch.randn(6, 16), compile=True)
+    assert report.passed and not rows(report), report.table()
+    assert any(NOT_RUN in note and "rand" in note for note in report.notes), report.notes
     assert not any(NOT_RUN in note for note in tfk.prove(encoder().train(), padded()).notes)
 
 

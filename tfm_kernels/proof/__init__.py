@@ -52,8 +52,9 @@ def prove(
     only where the original does so.
 
     torch.compile: with ``compile`` the outputs, buffers and gradients of the patched model's compiled form are judged,
-    too, by the same rule and beside the original as it is, padding included; all else is without it. Compiled code
-    draws other random numbers: where dropout is on it is left out, with a note.
+    too, by the same rule and beside the original as it is, padding included; all else is without it. Dropout drops the
+    same elements there as well: graphs are given the numbers that code without a compiler draws. A model that draws
+    for anything else is not run compiled, and a note says so.
 
     Packed stacks: the original is given the same zeros at padded positions, and all that the model makes of them is
     compared. An output, a loss, a buffer or a gradient that depends on what PyTorch computes there fails, with the
@@ -178,9 +179,7 @@ def prove_patched(
         try:
             report.rows += form.beside(models, own, loss_fn, ways, judge, typical)
         except compiled.CompileFails as error:
-            if compile is True:
-                raise
-            report.notes.append(compiled.NOT_RUN.format(error))
+            compiled.failed(error, report.notes, compile is True)
             form = None
     del repeated
     for name, module in patched.named_modules():

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ..patching.copying import copied
+from ..testing.same_dropout import around_graphs, in_graph
 from . import padding
 from .report import Row
 from .rule import Judge
-from .runs import Call, Returned, draws, forward, named
+from .runs import Call, Returned, device_of, draws, forward, named
 from .side_by_side import Models, Trio, first_line, run_three
 
 T = TypeVar("T")
 _FORMS = 1 << 16  # of one function; past eight a process would run what it proves next without compiling it
 
 NOT_RUN = "it was not run under torch.compile: {}"
-_DRAWS = (
-    "the model draws random numbers (dropout), and compiled code draws others; prove it in evaluation mode, or without "
-    "dropout"
-)
+_DRAWS = "the model draws random numbers for more than dropout ({}), and compiled code draws others"
+_DROPS = "under torch.compile its dropout drops, by the proof's hand, what it drops without"
 
 
 class CompileFails(RuntimeError):
@@ -67,6 +68,10 @@ def _is_wrapper(module: nn.Module) -> bool:
     return made is not None and isinstance(module, made.OptimizedModule)
 
 
+class DrawsOthers(CompileFails):
+    """The model draws random numbers for more than dropout; compiled code draws others."""
+
+
 class Compiled:
     """A model under torch.compile, which forgets what was compiled for it when it goes.
 
@@ -75,20 +80,32 @@ class Compiled:
 
     Args:
         model: that is called.
+        dropping: the device on which its dropouts, within ``same_dropout``, drop what they drop there without a
+            compiler; None leaves them to the compiler.
+
+    Attributes:
+        others: names of operators beside dropout that draw random numbers, where ``dropping``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dropping: torch.device | None = None) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs)
 
         own = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
         self._graphs: list[None] = []
-        self._call = torch.compile(own, backend=functools.partial(_inductor, self._graphs))
+        self._dropping = dropping
+        self.others: set[str] = set()
+        backend = _inductor if dropping is None else functools.partial(_inductor_dropping, dropping, self.others)
+        self._call = torch.compile(own, backend=functools.partial(backend, self._graphs))
 
     @property
     def graphs(self) -> int:
         """How many have been compiled."""
         return len(self._graphs)
+
+    def same_dropout(self) -> AbstractContextManager[None]:
+        """To be called within, and the backward."""
+        return nullcontext() if self._dropping is None else around_graphs(self._dropping)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives."""
@@ -100,10 +117,34 @@ def _inductor(graphs: list[None], graph: Any, inputs: Any) -> Any:
     return torch._dynamo.lookup_backend("inductor")(graph, inputs)
 
 
+def _inductor_dropping(device: torch.device, others: set[str], graphs: list[None], graph: Any, inputs: Any) -> Any:
+    graphs.append(None)
+    around = fx.Graph()
+    given = [around.placeholder(node.name) for node in graph.graph.find_nodes(op="placeholder")]
+    results = around.call_module("dropping", tuple(given))
+    returned = range(len(graph.graph.output_node().args[0]))
+    around.output(tuple(around.call_function(operator.getitem, (results, number)) for number in returned))
+    dropping = fx.GraphModule({"dropping": _Dropping(graph, device, others)}, around)
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # which would know it by ``around`` alone
+        return torch._inductor.compile(dropping, inputs, options={"fallback_random": True})
+
+
+class _Dropping(nn.Module):
+    """What a graph does, dropouts in it by the rule of ``same_dropout``."""
+
+    def __init__(self, graph: nn.Module, device: torch.device, others: set[str]) -> None:
+        super().__init__()
+        self.graph, self._device, self._others = graph, device, others
+
+    def forward(self, *args: Any) -> Any:
+        with in_graph(self._device, self._others):
+            return self.graph(*args)
+
+
 def form(
     model: nn.Module, call: Call, notes: list[str], tell: Callable[[str], None], *, asked: bool = True
 ) -> Form | None:
-    """The form of a patched model under torch.compile, after a call without a graph; None, with a note, where it draws.
+    """The form of a patched model under torch.compile, after a call without a graph; None, with a note, for no form.
 
     Args:
         model: patched, and maybe frozen.
@@ -115,18 +156,22 @@ def form(
     Raises:
         CompileFails: torch.compile raises, or has compiled nothing.
     """
-    if draws(model, call):
-        notes.append(NOT_RUN.format(_DRAWS))
-        return None
     try:
         made = Form(model, call, tell)
     except CompileFails as error:
-        if asked:
-            raise
-        notes.append(NOT_RUN.format(error))
+        failed(error, notes, asked)
         return None
+    if made.drops:
+        notes.append(_DROPS)
     notes.append(f"torch.compile made {made.graphs} graph{'s' * (made.graphs != 1)} of it for a call without gradients")
     return made
+
+
+def failed(error: CompileFails, notes: list[str], asked: bool) -> None:
+    """Makes a note of it, or raises it where the caller asked for what torch.compile cannot do."""
+    if asked and not isinstance(error, DrawsOthers):
+        raise error
+    notes.append(NOT_RUN.format(error))
 
 
 class Form:
@@ -134,13 +179,16 @@ class Form:
 
     Attributes:
         graphs: how many graphs the call without a graph took.
+        drops: whether it draws random numbers.
     """
 
     _trio: Trio
     _again: Callable[[], Trio]
 
     def __init__(self, model: nn.Module, call: Call, tell: Callable[[str], None]) -> None:
-        self._call, self._tell, self._compiled = call, tell, Compiled(model)
+        self.drops = draws(model, call)
+        self._call, self._tell = call, tell
+        self._compiled = Compiled(model, device_of(model, call) if self.drops else None)
         tell("patched model under torch.compile, without a graph")
         self._plain: Returned = self._watched(lambda: forward(model, call.to(None), compiled=self._compiled))
         self.graphs = self._compiled.graphs
@@ -202,4 +250,6 @@ class Form:
             raise CompileFails(f"prove: the patched model fails under torch.compile: {told}") from error
         if not self._compiled.graphs:
             raise CompileFails("prove: torch.compile has compiled nothing of the patched model")
+        if self._compiled.others:
+            raise DrawsOthers(_DRAWS.format(", ".join(sorted(self._compiled.others))))
         return found

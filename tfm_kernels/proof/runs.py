@@ -120,8 +120,8 @@ def _random_state(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-def _dropout(device: torch.device, compiled: Callable[..., Any] | None) -> AbstractContextManager[None]:
-    return same_dropout(device) if compiled is None else nullcontext()
+def _dropout(device: torch.device, compiled: Any) -> AbstractContextManager[None]:
+    return same_dropout(device) if compiled is None else compiled.same_dropout()
 
 
 def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> set[str]:
@@ -154,8 +154,7 @@ def run(
         ignored: from the outputs, output -> bool over its leading axes, True at padding, which weighs nothing.
         seed: of the dropout masks.
         within: gives the context that the model and ``loss_fn`` are called in, and again the backward.
-        compiled: the model's form under torch.compile, which is called in its place: outside of ``same_dropout``,
-            within which nothing is compiled.
+        compiled: the model's form under torch.compile, which is called in its place, within its own ``same_dropout``.
     """
     model.zero_grad(set_to_none=True)
     device = device_of(model, call)

@@ -9,7 +9,7 @@ mask that ``dropout.keep_mask`` gives to row = flattened leading axes, column = 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import dropout
 
 _aten = torch.ops.aten
+_SEED: tuple = (0, 2**63 - 1, [])  # what ``dropout.draw_seed`` calls randint with
+_DROPOUTS = {_aten.bernoulli_.float, _aten.native_dropout.default}
 _AT_ONCE = 1 << 15  # elements, whose draws stay in a CPU's caches: all at once take up to four times as long
 
 
@@ -30,9 +32,9 @@ class _SameDropout(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten.bernoulli_.float:  # the mask of a dropout on the CPU, kept with probability 1 - p
             p = 1.0 - (args[1] if len(args) > 1 else 0.5)  # the default is left out
-            return args[0].copy_(_keep(args[0], p))
+            return args[0].copy_(self._keep(args[0], p))
         if func is _aten.native_dropout.default and args[2] is not False and 0.0 < args[1] < 1.0:  # on a GPU
-            keep = _keep(args[0], args[1])
+            keep = self._keep(args[0], args[1])
             return args[0] * keep * dropout.keep_scale(args[1]), keep
         if torch.is_inference_mode_enabled():  # composed operators come here whole
             with self:
@@ -41,13 +43,63 @@ class _SameDropout(TorchDispatchMode):
                 return result
         return func(*args, **kwargs)
 
+    def _keep(self, like: Tensor, p: float) -> Tensor:
+        columns = like.shape[-1] if like.dim() else 1
+        return self._mask(like.device, p, like.numel() // columns if columns else 0, columns).view(like.shape)
 
-def _keep(like: Tensor, p: float) -> Tensor:
-    columns = like.shape[-1] if like.dim() else 1
-    rows = torch.arange(like.numel() // columns if columns else 0, device=like.device)
-    seed, at_once = dropout.draw_seed(like.device), _AT_ONCE if like.device.type == "cpu" else like.numel()
-    few = rows.split(max(1, at_once // max(1, columns)))
-    return torch.cat([dropout.keep_mask(seed, p, part, columns) for part in few]).view(like.shape)
+    def _mask(self, device: torch.device, p: float, rows: int, columns: int) -> Tensor:
+        return _mask(dropout.draw_seed(device), p, rows, columns)
+
+
+class _AroundGraphs(_SameDropout):
+    """For what runs between compiled graphs: the compiler takes no notice of it."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _InGraph(_SameDropout):
+    """For what a compiler traces. Each seed is drawn over the one before: compiled code keeps no order but of data."""
+
+    def __init__(self, others: set[str]) -> None:
+        super().__init__()
+        self._others = others
+        self._last: dict[str, Tensor] = {}  # by the type of device, each with a generator of its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.randint.low and args == _SEED:
+            return self._seed(torch.device(kwargs["device"]))
+        if torch.Tag.nondeterministic_seeded in func.tags and func not in _DROPOUTS:
+            self._others.add(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _seed(self, device: torch.device) -> Tensor:
+        last = self._last.get(device.type)
+        self._last[device.type] = dropout.draw_seed(device) if last is None else _aten.random.to(last, _SEED[1])
+        return self._last[device.type]
+
+    def _mask(self, device: torch.device, p: float, rows: int, columns: int) -> Tensor:
+        return torch.ops.tfm_kernels_testing.mask(self._seed(device), p, rows, columns)
+
+
+def _mask(seed: Tensor, p: float, rows: int, columns: int) -> Tensor:
+    at_once = _AT_ONCE if seed.device.type == "cpu" else rows * columns
+    few = torch.arange(rows, device=seed.device).split(max(1, at_once // max(1, columns)))
+    return torch.cat([dropout.keep_mask(seed, p, part, columns) for part in few])
+
+
+_library = torch.library.Library("tfm_kernels_testing", "FRAGMENT")  # an operator, as compiling the rule takes seconds
+_library.define(
+    "mask(Tensor seed, float p, SymInt rows, SymInt columns) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_library.impl("mask", _mask, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tfm_kernels_testing::mask", lib=_library)
+def _fake(seed: Tensor, p: float, rows: int, columns: int) -> Tensor:
+    return seed.new_empty((rows, columns), dtype=torch.bool)
 
 
 @contextmanager
@@ -73,9 +125,28 @@ def same_dropout(device: torch.device | str = "cpu") -> Iterator[None]:
         >>> (found[0] - found[1]).abs().max() < 1e-5
         tensor(True)
     """
-    with _SameDropout():
-        if torch.device(device).type == "cpu":
-            yield
-        else:
-            with sdpa_kernel(SDPBackend.MATH):
-                yield
+    with _SameDropout(), _composed_attention(device):
+        yield
+
+
+@contextmanager
+def around_graphs(device: torch.device | str) -> Iterator[None]:
+    """As ``same_dropout``, for calls of compiled code, whose graphs were traced within ``in_graph``."""
+    with _AroundGraphs(), _composed_attention(device):
+        yield
+
+
+@contextmanager
+def in_graph(device: torch.device | str, others: set[str]) -> Iterator[None]:
+    """As ``same_dropout``, around what is traced for a compiler, which is to leave drawing to PyTorch.
+
+    Args:
+        device: where it will run.
+        others: gets the names of operators that draw and are no dropout.
+    """
+    with _InGraph(others), _composed_attention(device):
+        yield
+
+
+def _composed_attention(device: torch.device | str) -> AbstractContextManager[None]:
+    return nullcontext() if torch.device(device).type == "cpu" else sdpa_kernel(SDPBackend.MATH)
