@@ -173,13 +173,13 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch):
         raise RuntimeError("no compiler\nand more words")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "compile", lambda model, backend: refuse)
+        patch.setattr(torch, "compile", lambda model, **_: refuse)
         with pytest.raises(
             RuntimeError, match="^prove: the patched model fails under torch.compile: RuntimeError: no compiler$"
         ):
             tfk.prove(small().eval(), torch.randn(5, 8), compile=True)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "compile", lambda model, backend: model)
+        patch.setattr(torch, "compile", lambda model, **_: model)
         with pytest.raises(RuntimeError, match="torch.compile has compiled nothing"):
             tfk.prove(small().eval(), torch.randn(5, 8), compile=True)
     with pytest.raises(TypeError, match="compile must be True, False or None, got 1"):
@@ -295,21 +295,51 @@ class Calls(nn.Module):
         return self.model.run(self.model[2](self.model[1](self.model[0](x))))
 
 
-class Held:
-    def __init__(self, layer):
-        self.layer = layer
+@pytest.mark.parametrize("of", ["forward", "function"])
+def test_what_the_user_compiles_is_compiled_after_a_proof(of):
+    graphs = []
+    own = torch.compile(backend=lambda graph, inputs: graphs.append(1) or graph.forward)
+    squared = own(lambda x: x.relu().square())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def run(self, x):
+            return squared(self.linear(x))
+
+        forward = run if of == "function" else own(lambda self, x: self.linear(x).relu())
+
+    model = Model().eval()
+    assert tfk.prove(model, torch.randn(5, 8), compile=False).passed and not graphs
+    model(torch.randn(5, 8))
+    assert graphs == [1]
 
 
-def test_a_copy_that_runs_the_models_own_layers_is_no_copy():
-    model = small().eval().double()
-    held = Held(model[3])
-    model.run = lambda x: held.layer(x)
-    with pytest.raises(ValueError, match="prove: a copy of Calls runs parts of the model itself"):
-        tfk.prove(Calls(model), torch.randn(5, 8).double())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(ValueError, match="prove: a copy of Calls runs parts of the model itself"):
-        tfk.prove(Calls(model), torch.randn(5, 8).double())
-    assert all((parameter.grad == 1).all() for parameter in model.parameters())
-    assert tfk.prove(model, torch.randn(5, 8).double()).passed, "gradients of before are no reason"
+def test_a_graph_break_counts_for_no_class():
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.linear(x)
+            torch._dynamo.graph_break()
+            return y.relu()
+
+    kept = set(vars(compiled))
+    for _ in range(4):
+        assert tfk.prove(Breaks().eval(), torch.randn(5, 8), compile=True).passed
+    assert set(vars(compiled)) == kept
+    graphs = []
+    torch.compile(Breaks().eval(), backend=lambda graph, inputs: graphs.append(1) or graph.forward)(torch.randn(5, 8))
+    assert graphs == [1, 1]
+
+
+def test_what_a_compiler_is_told_to_leave_alone_is_not_compiled():
+    model = small().eval()
+    model.forward = torch.compiler.disable(model.forward)
+    assert not compiled.is_compiled(model)
+    model.forward = torch.compile(nn.Sequential.forward)
+    assert compiled.is_compiled(model)

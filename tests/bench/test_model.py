@@ -27,11 +27,21 @@ def test_the_users_model_is_left_as_it_was(encoder):
     assert model.compare(encoder, x, train=True, seconds=0.0).training and len(settings(encoder)) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_functions_of_the_model_hold_is_copied(dtype):
+    torch.manual_seed(0)
+    block = nn.ModuleDict({"norm": nn.LayerNorm(8), "first": nn.Linear(8, 16), "second": nn.Linear(16, 8)})
+    block.forward = lambda x: block["second"](block["first"](block["norm"](x)).relu())
+    report = model.compare(block.to(dtype).eval(), torch.randn(5, 8), dtype=torch.float32, seconds=0.0)
+    assert report.proof.passed and len(report.runners) == 2
+    assert all(parameter.grad is None for parameter in block.parameters())
+
+
 def test_a_model_of_torch_nn_itself_is_compiled(encoder, monkeypatch):
     """`Module.compile` compiles nothing of it, and says nothing; what compiles nothing is not timed."""
     report = model.compare(encoder.eval(), torch.randn(2, 5, 16), compiled=True, seconds=0.0)
     assert [runner.name for runner in report.runners] == list(model.RUNNERS) and not report.problems
-    monkeypatch.setattr(torch, "compile", lambda function, backend: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     report = model.compare(encoder, torch.randn(2, 5, 16), compiled=True, seconds=0.0)
     assert [runner.name for runner in report.runners] == [model.STOCK, model.PATCHED]
     assert set(report.problems) == {model.COMPILED, model.BOTH} and "nothing" in report.problems[model.COMPILED]

@@ -3,6 +3,7 @@
 import random
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from functools import partial
 
 import numpy as np
 import pytest
@@ -32,6 +33,17 @@ class OfADict(dict):
 
     def told(self):
         return dict(self), vars(self)
+
+
+class Timed(OrderedDict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, (1.0, value))
+
+    def write(self):
+        self["a"] = 2
+
+    def told(self):
+        return [*self.items()]
 
 
 class OfAList(list):
@@ -79,6 +91,7 @@ def _in_order(value):
 WRITTEN = {
     "slots": Slotted,
     "a dict's subclass": lambda: OfADict(a=1),
+    "an ordered dict's subclass": lambda: Timed(b=1),
     "a list's subclass": OfAList,
     "a property": WithProperty,
     "counter": lambda: Plain(Counter(a=5, b=2), lambda c: c.update("abc"), dict),
@@ -110,6 +123,42 @@ def test_it_is_put_back(name):
     assert held.told() == before
     module.tell()
     assert held.told() != before, "it is what it was, not a copy"
+
+
+def counted(function):
+    calls = []
+
+    def run(*args):
+        calls.append(1)
+        run.total = len(calls)
+        return function(*args)
+
+    run.calls, run.total = calls, 0
+    return run
+
+
+class InItsMethods(nn.Module):
+    """Notes calls in a default, and in what decorates a method, one of the class, a static one and a property."""
+
+    @counted
+    def forward(self, seen=[]):  # noqa: B006
+        seen.append(1)
+        self.made(), self.told(), self.later
+
+    made = classmethod(counted(lambda cls: None))
+    told = staticmethod(counted(lambda: None))
+    later = property(counted(lambda self: None))
+
+
+def test_what_methods_hold_is_put_back():
+    module = InItsMethods()
+    own = vars(InItsMethods)
+    functions = own["forward"], own["made"].__func__, own["told"].__func__, own["later"].fget
+    seen = functions[0].__closure__[1].cell_contents.__defaults__[0]
+    with undone(module):
+        module()
+        assert seen == [1] and all(function.total == 1 for function in functions)
+    assert seen == [] and all(function.total == 0 and function.calls == [] for function in functions)
 
 
 class Lazy:
@@ -154,6 +203,17 @@ def test_copies_hold_their_own_parts_in_any_container(make):
     with torch.no_grad():
         other[0].weight.zero_(), other[0].bias.zero_()
     assert not other.run(torch.ones(1, 2)).any() and model.run(torch.ones(1, 2)).any()
+
+
+def test_a_function_may_hold_itself_by_an_attribute():
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    def run(x):
+        return model[0](x)
+
+    run.forget, model.run = partial(max, run), run
+    other = copying.copied(model)
+    assert other.run.forget.args == (other.run,) and other.run is not run
 
 
 def test_copies_hold_their_own_parts_as_attributes_of_functions():

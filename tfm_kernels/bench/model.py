@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import statistics
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _measured, interleaved, patching
 from .._version import __version__
+from ..patching.copying import copied
 from ..proof import prove_patched
 from ..proof.compiled import Compiled, CompileFails, is_compiled, plain
 from ..proof.modules import replaced
@@ -150,12 +150,12 @@ def compare(
     """
     compiled = compiled or is_compiled(model)
     model = plain(model)
-    fused = copy.deepcopy(model).train(train)
+    fused = copied(model).train(train)
     if not patching.settings(fused):
         patching.patch(fused, freeze=freeze)
     elif freeze:
         raise ValueError("the model is patched already, so freeze=True is for its own patch() to say")
-    stock = copy.deepcopy(model).train(train)
+    stock = copied(model).train(train)
     patching.unpatch(stock)
     names = replaced(stock, fused)
     if not names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +19,7 @@ _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def copied(model: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
-    """``copy.deepcopy``, in which callables that modules keep as attributes hold parts of the copy, not of the model.
+    """``copy.deepcopy``, in which callables and weak references of modules hold parts of the copy, not of the model.
 
     deepcopy gives the same function again: minGPT's ``self.mlpf = lambda x: m.c_proj(...)`` of a copy would go on
     running the layers of the original. What holds no part stays the object that it is. Not followed: objects that
@@ -82,9 +83,11 @@ class _Rebound:
             self.made[key] = types.CellType()
             self.empty.append((value, self.made[key]))
         elif isinstance(value, types.FunctionType):
-            self.made[key] = self._function(value)
+            self._function(value)
         elif isinstance(value, types.MethodType):
             self.made[key] = types.MethodType(self._of(value.__func__), self._of(value.__self__))
+        elif isinstance(value, weakref.ReferenceType):
+            self.made[key] = type(value)(self._of(value()))
         elif isinstance(value, OF_AN_OBJECT):
             self.made[key] = getattr(self._of(value.__self__), value.__name__)
         elif isinstance(value, functools.partial):
@@ -96,14 +99,14 @@ class _Rebound:
             self._container(value)
         return self.made[key]
 
-    def _function(self, function: types.FunctionType) -> types.FunctionType:
+    def _function(self, function: types.FunctionType) -> None:
         cells = tuple(self._of(cell) for cell in function.__closure__ or ())
         new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+        self.made[id(function)] = new  # which its attributes may hold
         functools.update_wrapper(new, function)
         del new.__dict__["__wrapped__"]
         new.__dict__.update({name: self._of(each) for name, each in function.__dict__.items()})
         new.__defaults__, new.__kwdefaults__ = self._of(function.__defaults__), self._of(function.__kwdefaults__)
-        return new
 
     def _container(self, value: Any) -> None:
         if isinstance(value, (tuple, frozenset)):
@@ -122,7 +125,7 @@ class _Rebound:
 
 
 def held(value: Any) -> list[Any]:
-    """What deepcopy does not see in a callable, and what lies in a container; no numbers and text."""
+    """What deepcopy does not see in a callable or weak reference, and what a container holds; no numbers and text."""
     found: list[Any] = []
     if type(value) in _CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_make")):
         whole = value if len(value) <= _MANY else ()
@@ -135,6 +138,8 @@ def held(value: Any) -> list[Any]:
         found = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, types.MethodType):
         found = [value.__func__, value.__self__]
+    elif isinstance(value, weakref.ReferenceType):
+        found = [value()]
     elif isinstance(value, OF_AN_OBJECT):
         found = [value.__self__]
     return [each for each in found if type(each) not in _ATOMS]

@@ -66,8 +66,15 @@ def _attributes(value: Any) -> list[Any]:
         return []
     own = [each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("__")]
     if isinstance(value, type):
-        return [each for each in own if not hasattr(type(each), "__get__")]
+        methods = [function for each in own for function in _functions(each)]
+        return [*methods, *(each for each in own if not hasattr(type(each), "__get__"))]
     return [*own, *(content for slot in _slots(value) for content in _in_slot(slot, value))]
+
+
+def _functions(attribute: Any) -> list[types.FunctionType]:
+    """The functions of a method, static or of the class or not, and of a property."""
+    found = [attribute, *(getattr(attribute, name, None) for name in ("__func__", "fget", "fset", "fdel"))]
+    return [each for each in found if isinstance(each, types.FunctionType)]
 
 
 def _slots(value: Any) -> list[Any]:
@@ -138,7 +145,10 @@ def _refill(kind: Any, value: Any, before: list[Any]) -> None:
     if same and len(now) == len(before):
         return
     kind.clear(value)
-    if hasattr(kind, "update"):
+    if issubclass(kind, dict):
+        for name, each in before:
+            kind.__setitem__(value, name, each)
+    elif kind is set:
         kind.update(value, before)
     else:
         kind.extend(value, before)

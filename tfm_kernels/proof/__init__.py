@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from .repeated import compare as compare_repeated
 from .report import ProofReport as ProofReport
 from .report import Row as Row
 from .rule import Judge, typical_error
-from .runs import Call, named, same
+from .runs import Call, named
 from .side_by_side import Models, Originals, PatchedFails, Trio, run_three, told_apart
+from .untouched import apart, gradients_kept
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -116,13 +117,25 @@ def prove_patched(
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ProofReport:
     """prove() with the way of patching the original (in place), and a function that is told of each stage."""
-    started = time.perf_counter()
     _check(model, loss_fn, dtype, count, limit, compile)
-    asked = compiled.is_compiled(model) if compile is None else compile
-    gradients_before = [
-        (each, each.grad, None if each.grad is None else each.grad.clone()) for each in model.parameters()
-    ]
-    model = compiled.plain(model)
+    with gradients_kept(model, loss_fn):
+        return _proven(model, inputs, loss_fn, dtype, count, limit, compile, patch, progress)
+
+
+def _proven(
+    given: nn.Module,
+    inputs: Any,
+    loss_fn: Callable[[Any], Tensor] | None,
+    dtype: torch.dtype | None,
+    count: int,
+    limit: float,
+    compile: bool | None,
+    patch: Callable[[nn.Module], Any] | None,
+    progress: Callable[[str], None],
+) -> ProofReport:
+    started = time.perf_counter()
+    asked = compiled.is_compiled(given) if compile is None else compile
+    model = compiled.plain(given)
     own = dtype or _lowest_dtype(model)
     judge = Judge(own, float(limit))
     call = Call.of(inputs).to(dtype)
@@ -147,7 +160,8 @@ def prove_patched(
     try:
         progress("patched model without a graph")
         with told_apart(models, call, own, loss_fn):
-            repeated = call_repeatedly(patched, call)
+            with apart(given, patched):
+                repeated = call_repeatedly(patched, call)
         form = compiled.form(patched, call, report.notes, progress, asked=compile is True) if asked else None
         left_out = repeated.left_out
         _thaw(patched, report.notes)
@@ -158,7 +172,6 @@ def prove_patched(
         trio = run_three(models, call, own, left_out, loss_fn, known, progress)
     except PatchedFails as error:
         raise RuntimeError(f"prove: the patched {report.model} fails where the original runs: {error}") from error
-    _require_untouched(gradients_before, report.model)
     repeated.look()
     report.rows += padding.reads(raw, trio.exact, left_out, trio.reached, with_loss=loss_fn is not None)
     report.notes += padding.notes(trio.ignored)
@@ -231,22 +244,6 @@ def _told_of_script(exact: nn.Module) -> Iterator[None]:
         raise ValueError(
             f"prove: {part or 'the model'}, compiled by TorchScript, cannot run in float64; prove the model before"
         ) from error
-
-
-def _require_untouched(gradients: Sequence[tuple[nn.Parameter, Tensor | None, Tensor | None]], name: str) -> None:
-    """Raises where a backward of the copies reached the user's own parameters, which get their gradients back."""
-    touched = False
-    for parameter, gradient, numbers in gradients:
-        touched |= parameter.grad is not gradient
-        parameter.grad = gradient
-        if gradient is not None and numbers is not None and not same(gradient, numbers):  # added to in place
-            touched = True
-            gradient.copy_(numbers)
-    if touched:
-        raise ValueError(
-            f"prove: a copy of {name} runs parts of the model itself, which an object or a function in it holds, so "
-            "that original and patched model cannot be told apart"
-        )
 
 
 def _not_compared(trio: Trio, compared: set[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import operator
 import sys
 import types
@@ -24,6 +25,11 @@ from .side_by_side import Models, Trio, first_line, run_three
 
 T = TypeVar("T")
 _FORMS = 1 << 16  # of one function; past eight a process would run what it proves next without compiling it
+
+# where torch has it, else what follows a graph break counts for the model's class
+_ISOLATED: dict[str, Any] = {
+    name: True for name in ("isolate_recompiles",) if name in inspect.signature(torch.compile).parameters
+}
 
 NOT_RUN = "it was not run under torch.compile: {}"
 _DRAWS = "the model draws random numbers for more than dropout ({}), and compiled code draws others"
@@ -51,9 +57,14 @@ def is_compiled(model: nn.Module) -> bool:
     return any(
         _is_wrapper(module)
         or getattr(module, "_compiled_call_impl", None) is not None
-        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+        or _is_compiled(getattr(module, "forward", None))
         for module in model.modules()
     )
+
+
+def _is_compiled(function: Any) -> bool:
+    """Whether it comes of torch.compile, and not of torch.compiler.disable."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
 
 
 def _inner(module: nn.Module) -> nn.Module:
@@ -91,12 +102,13 @@ class Compiled:
         def call(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs)
 
-        own = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+        # and globals of its own, in which graphs are kept
+        own = types.FunctionType(call.__code__.replace(), dict(globals()), call.__name__, None, call.__closure__)
         self._graphs: list[None] = []
         self._dropping = dropping
         self.others: set[str] = set()
         backend = _inductor if dropping is None else functools.partial(_inductor_dropping, dropping, self.others)
-        self._call = torch.compile(own, backend=functools.partial(backend, self._graphs))
+        self._call = torch.compile(own, backend=functools.partial(backend, self._graphs), **_ISOLATED)
 
     @property
     def graphs(self) -> int:

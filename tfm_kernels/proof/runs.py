@@ -185,7 +185,8 @@ def run(
             with within():  # a model that checkpoints runs again here
                 torch.autograd.backward([ends[n] for n in tensors], [weights[n] for n in tensors])
     leaves = {**dict(model.named_parameters()), **call.tensors()}
-    done.gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    done.gradients = {name: gradient.to_dense() for name, gradient in gradients.items()}  # an embedding's may be sparse
     for leaf in leaves.values():
         leaf.grad = None
     return done

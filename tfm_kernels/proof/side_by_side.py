@@ -14,6 +14,7 @@ from ..patching import huggingface
 from ..patching.registry import unasked
 from . import padding, precision
 from .runs import Call, Run, device_of, forward, run
+from .untouched import RunsTheOriginal
 
 
 class PatchedFails(RuntimeError):
@@ -134,6 +135,8 @@ def told_apart(models: Models, call: Call, dtype: torch.dtype, loss_fn: Callable
     """What the patched model raises within the block is PatchedFails, unless the original raises, too."""
     try:
         yield
+    except RunsTheOriginal:
+        raise
     except Exception as error:  # whatever the model raises
         run(models.stock, call.to(None), dtype, loss_fn=loss_fn)
         raise PatchedFails(f"{type(error).__name__}: {first_line(error)}") from error

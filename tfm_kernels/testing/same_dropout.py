@@ -8,6 +8,7 @@ mask that ``dropout.keep_mask`` gives to row = flattened leading axes, column = 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -125,7 +126,7 @@ def same_dropout(device: torch.device | str = "cpu") -> Iterator[None]:
         >>> (found[0] - found[1]).abs().max() < 1e-5
         tensor(True)
     """
-    with _SameDropout(), _composed_attention(device):
+    with _uncompiled(), _SameDropout(), _composed_attention(device):
         yield
 
 
@@ -146,6 +147,12 @@ def in_graph(device: torch.device | str, others: set[str]) -> Iterator[None]:
     """
     with _InGraph(others), _composed_attention(device):
         yield
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """In a mode nothing is compiled, and code that is met first there never would be, were it not told to run eager."""
+    imported = "torch._dynamo" in sys.modules  # which takes seconds; without it nothing is compiled
+    return torch.compiler.set_stance("force_eager") if imported else nullcontext()
 
 
 def _composed_attention(device: torch.device | str) -> AbstractContextManager[None]:
