@@ -30,3 +30,25 @@ def compilations(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(_launch, "check_device", lambda op, x: None)  # tensors on the CPU stand in for a GPU's
     return keys
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Every launch since it was cleared: (kernel, grid, arguments, whether it was repeated); no call is known yet."""
+    from triton.runtime.jit import JITFunction
+
+    from bench.launch import host_only
+    from tests.aot.repeated import Compiled
+    from tfm_kernels.triton import _replay
+
+    launches = []
+
+    def run(kernel, *args, grid, warmup, **given):
+        assert not args and not warmup
+        launches.append((kernel, (*grid, 1, 1)[:3], [given.get(p.name, p.default) for p in kernel.params], False))
+        return Compiled(kernel, launches.append)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(_replay, "_found", {})
+    with host_only():
+        yield launches

@@ -5,10 +5,9 @@ import weakref
 
 import pytest
 import torch
-from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
 
 from bench.launch import host_driver, host_only
+from tests.aot.repeated import OUTSIDE, launch, repeated
 from tests.cases import pairs_once
 from tfm_kernels import Mask, _library, ops
 from tfm_kernels.testing import run
@@ -16,34 +15,6 @@ from tfm_kernels.triton import _launch, _replay
 from tfm_kernels.triton._sums import sum_rows_kernel
 
 CASES = {op: [case for case in pairs_once() if case.op == op] for op in sorted({case.op for case in pairs_once()})}
-
-
-class Compiled(CompiledKernel):
-    """Stands for a compiled kernel; launched past its JITFunction, it tells so."""
-
-    module = None  # as of one that no GPU has loaded
-
-    def __init__(self, kernel, tell):
-        self.kernel, self.tell = kernel, tell
-
-    def __getitem__(self, grid):
-        return lambda *arguments: self.tell((self.kernel, grid, list(arguments), True))
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """Every launch since it was cleared: (kernel, grid, arguments, whether it was repeated); no call is known yet."""
-    launches = []
-
-    def run(kernel, *args, grid, warmup, **given):
-        assert not args and not warmup
-        launches.append((kernel, (*grid, 1, 1)[:3], [given.get(p.name, p.default) for p in kernel.params], False))
-        return Compiled(kernel, launches.append)
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(_replay, "_found", {})
-    with host_only():
-        yield launches
 
 
 def names_of(inputs, results):
@@ -98,20 +69,6 @@ def test_every_launcher_is_repeated(op, told):
         assert called[3] == called[2] == called[1] == called[0], case.id
         launched += len(called[0][0])
     assert launched > len(CASES[op])
-
-
-def launch(*tensors, rows=1):
-    _launch.launch(sum_rows_kernel, (1,), **dict(zip(sum_rows_kernel.arg_names, (*tensors, rows), strict=False)))
-
-
-def repeated(told, function, *calls):
-    """(launches, result) of each call, the last of which is of the same key as two before it."""
-    launcher, found = _replay.Launcher(function, _library._launch_key), []
-    for call in calls:
-        told.clear()
-        result = launcher(*call)
-        found.append((list(told), result))
-    return found
 
 
 def test_the_third_call_is_the_first_repeated(told):
@@ -213,10 +170,10 @@ REFUSED = {
     "takes a tensor from elsewhere": lambda x: launch(OUTSIDE) or torch.zeros(1),
     "calculates with a tensor from elsewhere": lambda x: x + OUTSIDE,
     "makes a tensor of numbers": lambda x: torch.tensor([1.0]) + x,
+    "calculates with a tensor's bits": lambda x: x.view(torch.int32) + 1,
     "returns what it was given": lambda x: x.view(-1),
     "returns a tensor from elsewhere": lambda x: OUTSIDE,
 }
-OUTSIDE = torch.ones(1)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -251,6 +208,7 @@ def test_values_live_no_longer_than_they_are_needed(told):
 
     def chain(x):
         for _ in range(5):
+            torch.empty_like(x)
             y = torch.empty_like(x)
             alive.append(weakref.ref(y))
             launch(x, y)
