@@ -150,3 +150,22 @@ def test_alignment():
     assert _attention_call.rows_aligned(x, x.transpose(1, 2), x[..., :16], x[..., 8:], x[:1].expand(5, 3, 16, 24))
     for wrong in (x[..., :12], x[..., 1:9], x.transpose(2, 3), torch.zeros(2, 3, 16, 20)[..., :16].bfloat16()[..., 1:]):
         assert not _attention_call.rows_aligned(wrong)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_alignment_of_pairs(size, monkeypatch):
+    monkeypatch.setattr(_launch, "check_device", lambda op, x: None)
+    q, k = torch.empty(2, 1, 3, 8), torch.empty(2, 1, 24, 8)
+    room = torch.zeros(4, 1, 1, 64, dtype=torch.bool if size == 1 else torch.float32)
+
+    def aligned(pairs, keys=24):
+        bias, keep = (None, pairs) if size == 1 else (pairs, None)
+        call = _attention_call.Call(
+            "test", q, k[:, :, :keys], k[:, :, :keys], bias, keep, None, None, None, 3, keys, ANYWHERE, 1.0, 0.0, None
+        )
+        return call.pairs_aligned
+
+    assert aligned(room[:2, ..., :24]) and aligned(room[:2, ..., 16:40]) and aligned(room[:1, ..., :24])
+    assert not aligned(room[:2, ..., :48:2]) and not aligned(room[:2, ..., 2:26]) and not aligned(room[:2, ..., :1])
+    assert not aligned(room[:2, ..., :20], keys=20)
+    assert not aligned(room.view(-1)[:62].as_strided((2, 1, 1, 24), (26, 26, 26, 1)))
