@@ -107,3 +107,27 @@ def test_compilations_are_bounded(dtype, gated, compilations, monkeypatch):
     assert counts["int8_gemm_join_kernel"] <= _int8_gemm.MAX_JOIN_COMPILATIONS, counts
     assert counts["round_rows_kernel"] <= _int8.MAX_COMPILATIONS, counts
     assert counts["round_pieces_kernel"] <= _int8.MAX_PIECES_COMPILATIONS, counts
+
+
+def moved(t):
+    """The same shape, 4 bytes behind a multiple of 16."""
+    step = 4 // t.element_size()
+    return torch.zeros(t.numel() + step, dtype=t.dtype)[step:].view(t.shape)
+
+
+NAMES = ("x", "w1", "scale1", "b1", "w2", "scale2", "b2", "gate", "gate_scale")
+CLAIMS = {"int8_ffn_fwd_kernel": ("ALIGNED", "F_ALIGNED"), "int8_gemm_kernel": ("ALIGNED", "Y_ALIGNED")}
+# argument -> which of these four claims it takes away
+LOST = {"w1": 0, "gate": 0, "scale1": 1, "b1": 1, "gate_scale": 1, "w2": 2, "scale2": 3, "b2": 3}
+
+
+@pytest.mark.parametrize("name", [None, *LOST])
+def test_what_is_not_aligned_is_not_said_to_be(name, told):
+    weight, vector = torch.zeros(64, 64, dtype=torch.int8), torch.ones(64)
+    given = dict.fromkeys(NAMES, vector) | {"x": torch.zeros(32, 64)} | dict.fromkeys(("w1", "w2", "gate"), weight)
+    if name is not None:
+        given[name] = moved(given[name])
+    int8_ffn_fwd.int8_ffn_fwd(*given.values(), 1, True)
+    launched = {kernel.fn.__name__: dict(zip(kernel.arg_names, values, strict=True)) for kernel, _, values, _ in told}
+    claims = [bool(launched[kernel][word]) for kernel, words in CLAIMS.items() for word in words]
+    assert claims == [LOST.get(name) != number for number in range(4)]

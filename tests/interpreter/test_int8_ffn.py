@@ -107,6 +107,14 @@ def test_the_integers_of_the_hidden_layer_are_those_of_the_definition(size, gate
     assert not integers[~live].any() and not integers[:, size[2] :].any()
 
 
+def test_more_blocks_than_are_read_at_once():
+    x = torch.rand(3, 200 * 16)
+    x[1, -1], x[2, 0] = 9.0, 9.0
+    largest = x.view(3, 200, 16).amax(2).view(torch.int32)
+    for found, expected in zip(_int8.round_rows(x, largest), _int8.round_rows(x), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("gated", WAYS)
 def test_rows_do_not_depend_on_their_number(gated):
     """Products of integers are exact, whichever tile they take and however k is cut."""
@@ -123,8 +131,12 @@ def test_views_give_the_bits_of_contiguous_tensors(dtype):
     expected = run(given)
     assert expected.is_contiguous() and torch.equal(run(given | {"x": given["x"].unsqueeze(1)}), expected.unsqueeze(1))
     turned = {name: given[name].T.contiguous().T for name in ("w1", "w2", "gate")}
-    turned |= {name: torch.stack([given[name]] * 2, 1)[:, 0] for name in ("scale1", "scale2", "gate_scale")}
+    vectors = ("scale1", "scale2", "gate_scale", "b1", "b2")
+    turned |= {name: torch.stack([given[name]] * 2, 1)[:, 0] for name in vectors}
     assert torch.equal(run(given | turned), expected)
+    for name in ("w1", "w2", "gate"):  # rows of one further apart than those of the others
+        apart = given[name].repeat(1, 2)[:, : given[name].shape[1]]
+        assert torch.equal(run(given | {name: apart}), expected), name
 
 
 @pytest.mark.parametrize("value", [math.nan, *(pytest.param(v, marks=pytest.mark.slow) for v in (math.inf, -math.inf))])
@@ -191,11 +203,23 @@ def test_what_it_cannot_run():
         ({"b1": plain["b1"].double()}, "b1 must be one of"),
         ({"gate": None}, "gate and gate_scale must come together"),
         ({"x": plain["x"][0]}, r"x must have 2 dimensions, got shape \(8,\)"),
+        ({"x": plain["x"].double()}, "x must be one of"),
+        ({"w1": plain["w1"].view(torch.uint8)}, "w1 must be one of"),
+        ({"w2": plain["w2"].float()}, "w2 must be one of"),
+        ({"scale1": plain["scale1"].double()}, "scale1 must be one of"),
+        ({"b2": plain["b2"].double()}, "b2 must be one of"),
+        *(
+            ({name: plain[name][1:]}, rf"{name} must have shape \(12")
+            for name in ("scale1", "b1", "gate", "gate_scale")
+        ),
+        ({"b2": plain["b2"][1:]}, r"b2 must have shape \(8,\), got \(7,\)"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             operator(*(plain | change).values(), 1, True)
     with pytest.raises(ValueError, match=r"activation must lie in 0..3, got 4"):
         operator(*plain.values(), 4, True)
+    with pytest.raises(ValueError, match="w1 must be on cpu, got meta"):
+        int8_ffn_fwd.int8_ffn_fwd(*(plain | {"w1": plain["w1"].to("meta")}).values(), 1, True)
     with pytest.raises(ValueError, match="dynamic must be True"):
         operator(*plain.values(), 1, False)
     wide = lambda rows, dtype=torch.int8: torch.zeros(1, dtype=dtype).expand(rows, _int8.MAX_WIDTH + 1)
@@ -204,6 +228,8 @@ def test_what_it_cannot_run():
         operator(wide(1, torch.float32), wide(1), steps, None, one, steps, None, None, None, 0, True)
     with pytest.raises(ValueError, match="w2 must have at most 131072 columns, got 131073"):
         operator(steps[None], wide(1).T, wide(1, torch.float32)[0], None, wide(1), steps, None, None, None, 0, True)
+    widest, none = wide(1)[:, 1:], wide(0, torch.float32)[:, 1:]
+    assert operator(none, widest, steps, None, one, steps, None, None, None, 0, True).shape == (0, 1)
 
 
 def test_the_second_product_is_int8_linears(monkeypatch):

@@ -66,8 +66,8 @@ def test_views_give_the_bits_of_contiguous_tensors(dtype, dynamic):
     expected = run(given)
     assert expected.is_contiguous()
     assert torch.equal(run(given | {"x": given["x"].unsqueeze(1)}), expected.unsqueeze(1))
-    turned = given | {"weight": given["weight"].T.contiguous().T, "scale": torch.stack([given["scale"]] * 2, 1)[:, 0]}
-    assert torch.equal(run(turned), expected)
+    turned = {name: torch.stack([given[name]] * 2, 1)[:, 0] for name in ("scale", "bias")}
+    assert torch.equal(run(given | turned | {"weight": given["weight"].T.contiguous().T}), expected)
 
 
 @pytest.mark.parametrize("size", [*SMALL, *LARGE], ids=str)
@@ -169,10 +169,18 @@ def test_what_it_cannot_run():
         ((x, weight[:, 1:], scale, bias), r"weight must have shape \(12, 8\), got \(12, 7\)"),
         ((x, weight, scale[1:], bias), r"scale must have shape \(12,\), got \(11,\)"),
         ((x, weight, scale, bias.double()), "bias must be one of"),
+        ((x, weight, scale, bias.half()), "bias must be one of"),
         ((x[0], weight, scale, bias), "x and weight must have 2 dimensions, got 1 and 2"),
+        ((x, weight[0], scale, bias), "x and weight must have 2 dimensions, got 2 and 1"),
+        ((x, weight.float(), scale, bias), "weight must be one of"),
+        ((x, weight, scale.double(), bias), "scale must be one of"),
+        ((x, weight, scale, bias[1:]), r"bias must have shape \(12,\), got \(11,\)"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             operator(*arguments, False)
     wide = torch.zeros(1).expand(1, 2**17 + 1), torch.zeros(1, dtype=torch.int8).expand(1, 2**17 + 1)
     with pytest.raises(ValueError, match="x must have at most 131072 columns, got 131073"):
         operator(*wide, torch.ones(1), None, True)
+    none = wide[0][:0]
+    assert operator(none, wide[1], torch.ones(1), None, False).shape == (0, 1)
+    assert operator(none[:, 1:], wide[1][:, 1:], torch.ones(1), None, True).shape == (0, 1)
