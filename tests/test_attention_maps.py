@@ -282,6 +282,17 @@ def test_pictures(tmp_path):
     assert heat_maps_figure(one, head_names=[2]).axes[0].get_title().endswith("head 2")
 
 
+def test_pictures_of_numbers_of_any_kind(tmp_path):
+    """Also of maps that a graph was recorded for, and under any name of the file."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the plot extra)")
+    maps = {name: (torch.rand(1, 1, 2, 3) + 1).bfloat16().requires_grad_() for name in "ab"}
+    tfk.write_heat_maps(tmp_path / "maps.pdf", maps)
+    assert size_of(tmp_path / "maps.pdf") == (round((2.6 + 1.8) * 100), round((7.0 + 0.9) * 100))
+    for panel, weights in zip(heat_maps_figure(maps).axes, maps.values(), strict=True):
+        assert panel.images[0].get_clim() == (0.0, weights.max().item())
+        assert [label.get_text() for label in panel.get_xticklabels()] == ["0", "1", "2"]
+
+
 def test_bad_pictures(tmp_path):
     maps = {"a": torch.rand(2, 3, 4, 5)}
     for given, error, message in [
@@ -299,6 +310,8 @@ def test_bad_pictures(tmp_path):
             tfk.write_heat_maps(tmp_path / "x.png", given)
     for told, message in [
         ({"row": 2}, "row must be one of the 2 rows of maps, counted from 0, got 2"),
+        ({"row": -1}, "row must be one of the 2 rows of maps, counted from 0, got -1"),
+        ({"row": True}, "row must be one of the 2 rows of maps, counted from 0, got True"),
         ({"query_labels": ["a"]}, "query_labels must hold 4 labels"),
         ({"key_labels": "abcd"}, "key_labels must hold 5 labels, one for each position of maps, got 4"),
         ({"head_names": [1]}, "head_names must name the 3 heads of maps, got 1 names"),
