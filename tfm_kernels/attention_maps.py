@@ -46,7 +46,8 @@ def get_attention_maps(
         {name: (B, heads, Tq, Tk)} in the order of the calls, in the dtype and on the device of the layer. The name is
         that of the innermost module that attended, such as "encoder.layers.0.self_attn"; where patching has fused a
         whole layer, the layer's. A module that attends several times has ":2", ":3" ... behind its name. Rows are
-        queries; each has the sum 1, or 0 where it may see no key. Dropout takes no part.
+        queries; each has the sum 1, or 0 where it may see no key, or is padding that a packed stack leaves out. Dropout
+        takes no part.
 
     Raises:
         TypeError: model is no module, layers no names.

@@ -98,9 +98,9 @@ def picked(monkeypatch):
     """The shapes (B, C) of the places that the masked model's encoder was asked for."""
     shapes, original = [], tfk.nn.TransformerEncoder.forward_at
 
-    def forward_at(self, src, places, mask=None):
+    def forward_at(self, src, places, *masks):
         shapes.append(tuple(places.shape))
-        return original(self, src, places, mask)
+        return original(self, src, places, *masks)
 
     monkeypatch.setattr(tfk.nn.TransformerEncoder, "forward_at", forward_at)
     return shapes

@@ -13,7 +13,7 @@ from ..nn import _arguments
 from .config import StackConfig
 from .embedding import InputEmbedding
 from .padding import check_ids, padding
-from .stack import encoder
+from .stack import encoded, encoder
 
 _NAME = "TransformerClassifier"
 POOLINGS = ("mean", "first")
@@ -110,12 +110,11 @@ class TransformerClassifier(nn.Module):
         """What ``output`` turns into scores: (B, E)."""
         check_ids(_NAME, "ids", ids, self.config.vocab, self.config.max_length)
         found = padding(ids, self.config.pad_id)
-        x = self.encoder(self.embedding(ids, found.positions), mask=found.mask)
+        x = encoded(self.encoder, self.embedding(ids, found.positions), found)
         if found.keep is None:
             return x.mean(1) if self.config.pooling == "mean" else x[:, 0]
-        shown = x.masked_fill(~found.keep.unsqueeze(-1), 0.0)
         if self.config.pooling == "mean":
-            total = shown.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))  # float16 ends at 65504
+            total = x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))  # float16 ends at 65504
             return (total / found.keep.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
         first = found.keep.int().argmax(1)
-        return shown.gather(1, first[:, None, None].expand(-1, 1, x.shape[-1])).squeeze(1)
+        return x.gather(1, first[:, None, None].expand(-1, 1, x.shape[-1])).squeeze(1)

@@ -13,7 +13,7 @@ from ..nn import _arguments
 from .config import StackConfig
 from .embedding import InputEmbedding
 from .padding import Padding, check_ids, padding
-from .stack import encoder
+from .stack import encoded, encoder
 from .token_model import TokenModel
 
 
@@ -65,9 +65,9 @@ class LanguageModel(TokenModel):
         return self.output(self.features(ids))
 
     def features(self, ids: Tensor) -> Tensor:
-        """What ``output`` turns into scores: (B, T, E)."""
+        """What ``output`` turns into scores: (B, T, E), 0 at padding."""
         x, found = self._embedded(ids)
-        return self.encoder(x, mask=found.hidden_from(self.sight))
+        return encoded(self.encoder, x, found, self.sight)
 
     def _embedded(self, ids: Tensor) -> tuple[Tensor, Padding]:
         check_ids(type(self).__name__, "ids", ids, self.config.vocab, self.config.max_length)

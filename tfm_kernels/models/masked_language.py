@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .language import LanguageConfig, LanguageModel
+from .stack import packing
 
 
 @dataclass(frozen=True)
@@ -57,4 +58,5 @@ class MaskedLanguageModel(LanguageModel):
     def features_at(self, ids: Tensor, places: Tensor) -> Tensor:
         """``features`` at ``places`` (B, C), int64 positions, at less cost than all: (B, C, E)."""
         x, found = self._embedded(ids)
-        return self.encoder.forward_at(x, places, found.hidden_from(self.sight))
+        packed = packing(self.encoder, found, self.sight)
+        return self.encoder.forward_at(x, places, found.hidden_from(self.sight), packed)

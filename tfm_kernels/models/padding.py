@@ -25,6 +25,11 @@ class Padding(NamedTuple):
     positions: Tensor | None = None
     keep: Tensor | None = None
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is padding, known to stand behind the tokens of its row."""
+        return self.keep is not None and self.positions is None
+
     def hidden_from(self, sight: Mask | None) -> Mask | None:
         """``sight`` without the padding."""
         if sight is None or self.mask is None:

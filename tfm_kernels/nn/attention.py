@@ -24,6 +24,7 @@ from ._bypass import cannot_be_kept, ordinary, plain
 from ._projection import project, through
 from .attention_weights import with_weights
 from .cache import AttentionCache, Step
+from .packed import Packed
 
 _NAME = "MultiheadAttention"
 
@@ -100,7 +101,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
-        attn_mask: Tensor | Mask | AttentionCache | None = None,
+        attn_mask: Tensor | Mask | AttentionCache | Packed | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -113,7 +114,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask: (B, Tk), unbatched (Tk,): bool, True = ignore, or floating, added to the scores.
             need_weights: also return the weights; the output still comes from the fused attention.
             attn_mask: (Tq, Tk) or (B * H, Tq, Tk): bool, True = ignore, or floating; or a ``Mask``; or, in decoding, an
-                ``AttentionCache``, which then says everything about the keys, and no weights are returned.
+                ``AttentionCache``, which then says everything about the keys, and no weights are returned; or a
+                ``Packed``, by which tokens (1, total, E) attend to those of a sequence each, and likewise.
             average_attn_weights: the mean over the heads instead of each head's weights.
             is_causal: query i sees keys j <= i; ``attn_mask``, which should say the same, is not looked at.
 
@@ -122,6 +124,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if isinstance(attn_mask, AttentionCache):
             return self._decode(query, key, attn_mask), None
+        if isinstance(attn_mask, Packed):
+            return self._packed(query, key, attn_mask), None
         self._check(query, key, value)
         batched = query.dim() == 3
         seq_axis = 1 if self.batch_first or not batched else 0
@@ -154,6 +158,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         if batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def _packed(self, query: Tensor, memory: Tensor, packed: Packed) -> Tensor:
+        """The sequences in ``query`` (1, total, E) attend to those in ``memory`` (1, total_k, E), one to one."""
+        q, k, v = (self._heads(t, 1) for t in self._project(query, memory, memory))
+        out = packed.attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, backend=self.backend)
+        return self.out_proj(out.transpose(1, 2).flatten(-2))
 
     def _decode(self, query: Tensor, memory: Tensor, cache: AttentionCache) -> Tensor:
         """``query`` (B, T, E) attends to the keys and values that ``cache`` keeps."""

@@ -95,8 +95,9 @@ def feed_forward(
     linear2: nn.Module,
     backend: str | None,
     gate: nn.Module | None = None,
+    **options: Any,
 ) -> Tensor:
-    """The block from its children: by ops.ffn where they are what they seem, else by calling them."""
+    """The block from its children: by ops.ffn, with its ``options``, where they are what they seem, else by calls."""
     name, p = activation_name(activation), dropout_p(dropout)
     readable = plain_linear(linear1) and plain_linear(linear2) and (gate is None or plain_linear(gate))
     if name is None or p is None or not readable:
@@ -110,7 +111,7 @@ def feed_forward(
     biases = biases_of(linear1, gate)
     weights: Any = linear1.weight, biases, linear2.weight, linear2.bias, None if gate is None else gate.weight
     x, w1, b1, w2, b2, w_gate = as_autocast(x, *weights)  # torch's autocast does not see inside our operators
-    return ops.ffn(x, w1, b1, w2, b2, activation=name, gate=w_gate, dropout_p=p, backend=backend)
+    return ops.ffn(x, w1, b1, w2, b2, activation=name, gate=w_gate, dropout_p=p, backend=backend, **options)
 
 
 def biases_of(linear1: Any, gate: Any) -> Tensor | None:

@@ -125,8 +125,15 @@ class RMSNorm(nn.RMSNorm):
 _NORMS = (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)
 
 
-def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module, **options: Any) -> tuple[Tensor, Tensor]:
     """What stands between two sublayers: z = residual + dropout(x) and y = norm(z), fused where the children allow it.
+
+    Args:
+        x: what the sublayer gives.
+        residual: what it is added to.
+        dropout: of ``x``.
+        norm: of the sum.
+        options: of ``ops.add_layer_norm``, for the fused form alone.
 
     Returns:
         (y, z).
@@ -138,17 +145,18 @@ def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -
     layer, backend = cast(Any, norm), getattr(norm, "backend", None)
     weight, bias = _parameters(norm, x, residual)
     if isinstance(norm, nn.LayerNorm):
-        return ops.add_layer_norm(x, residual, weight, bias, layer.eps, dropout_p=p, backend=backend)
-    return ops.add_rms_norm(x, residual, weight, layer.eps, dropout_p=p, backend=backend)
+        return ops.add_layer_norm(x, residual, weight, bias, layer.eps, dropout_p=p, backend=backend, **options)
+    return ops.add_rms_norm(x, residual, weight, layer.eps, dropout_p=p, backend=backend, **options)
 
 
-def norm_of_sum(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
+def norm_of_sum(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module, **options: Any) -> Tensor:
     """y of ``add_norm``, where nobody goes on with z."""
     p = _fused(x, residual, dropout, norm) if isinstance(norm, nn.LayerNorm) else None
     if p is None:
-        return add_norm(x, residual, dropout, norm)[0]
+        return add_norm(x, residual, dropout, norm, **options)[0]
     layer, backend = cast(Any, norm), getattr(norm, "backend", None)
-    return layer_norm_of_sum(x, residual, *_parameters(norm, x, residual), layer.eps, dropout_p=p, backend=backend)
+    parameters = _parameters(norm, x, residual)
+    return layer_norm_of_sum(x, residual, *parameters, layer.eps, dropout_p=p, backend=backend, **options)
 
 
 def _fused(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> float | None:
@@ -161,12 +169,12 @@ def _fused(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> 
     return p if fits else None
 
 
-def add(x: Tensor, residual: Tensor, dropout: nn.Module, backend: str | None) -> Tensor:
+def add(x: Tensor, residual: Tensor, dropout: nn.Module, backend: str | None, **options: Any) -> Tensor:
     """z = residual + dropout(x), by the project's random rule where dropout is torch's and drops anything."""
     p = dropout_p(dropout)
     if p is None or (p > 0.0 and x.shape != residual.shape):
         return residual + dropout(x)
-    return dropped_sum(x, residual, p, backend=backend)
+    return dropped_sum(x, residual, p, backend=backend, **options)
 
 
 def dropped_sum(x: Tensor, residual: Tensor, p: float, **options: Any) -> Tensor:

@@ -20,6 +20,7 @@ from . import _arguments
 from ._bypass import plain
 from .attention import causal_hint
 from .layer_norm import LayerNorm, add, norm_of_sum
+from .packed import Packed, rows
 from .transformer_layer import Pending, TransformerDecoderLayer, TransformerEncoderLayer, at, by_rows, floating
 
 
@@ -64,7 +65,7 @@ class TransformerEncoder(nn.TransformerEncoder):
     def forward(
         self,
         src: Tensor,
-        mask: Tensor | Mask | None = None,
+        mask: Tensor | Mask | Packed | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
@@ -72,18 +73,28 @@ class TransformerEncoder(nn.TransformerEncoder):
 
         Args:
             src: the input.
-            mask: (T, T) or (B * H, T, T): bool, True = ignore, or floating, added to the scores; or a ``Mask``.
+            mask: (T, T) or (B * H, T, T): bool, True = ignore, or floating, added to the scores; or a ``Mask``; or a
+                ``Packed``, where ``takes_packed()``, and ``src`` its tokens (1, total, E).
             src_key_padding_mask: (B, T): bool, True = ignore, or floating.
             is_causal: whether ``mask`` is the causal one; None looks whether it is, except under compilation.
 
         Returns:
             As ``src``.
         """
-        hint = causal_hint(mask, is_causal)
+        hint = not isinstance(mask, Packed) and causal_hint(mask, is_causal)
         x, pending = _encoded(self.layers, src, mask, src_key_padding_mask, hint)
-        return _finished(x, pending, self.norm)
+        return _finished(x, pending, self.norm, **rows(mask))
 
-    def forward_at(self, src: Tensor, places: Tensor, mask: Tensor | Mask | None = None) -> Tensor:
+    def takes_packed(self) -> bool:
+        """Whether ``forward`` may be given packed tokens, with their ``Packed`` as mask: nobody could tell.
+
+        So it is where every layer is the project's, and all in it works row by row but attention, unwatched.
+        """
+        return _takes_packed(self, TransformerEncoder, TransformerEncoderLayer)
+
+    def forward_at(
+        self, src: Tensor, places: Tensor, mask: Tensor | Mask | None = None, packed: Packed | None = None
+    ) -> Tensor:
         """What ``forward`` gives at some places: the last layer computes no queries and no feed-forward for the others.
 
         Where it has modules other than torch.nn's and the project's, which might mix rows, or that carry hooks, or the
@@ -93,6 +104,7 @@ class TransformerEncoder(nn.TransformerEncoder):
             src: (B, T, E); the layers are batch_first.
             places: (B, C), int64, positions in [0, T).
             mask: as in ``forward``.
+            packed: the same as the packing of ``src``, where ``takes_packed()``, for all layers but the last.
 
         Returns:
             (B, C, E).
@@ -111,7 +123,11 @@ class TransformerEncoder(nn.TransformerEncoder):
         unseen = plain(self, TransformerEncoder) and (self.norm is None or by_rows(self.norm)) and _hides_keys(mask)
         if not (unseen and isinstance(last, TransformerEncoderLayer) and last._answers_at()):
             return at(self(src, mask=mask), places)
-        x, pending = _encoded(layers, src, mask, None, False)
+        if packed is None or not layers:
+            x, pending = _encoded(layers, src, mask, None, False)
+        else:
+            x, pending = _encoded(layers, packed.pack(src), packed, None, False)
+            x, pending = packed.unpack(_settled(x, pending, **rows(packed))), None
         if last.norm_first:
             x, pending = last._pre_norm(x, pending, mask, None, False, places)
         else:
@@ -156,15 +172,15 @@ class TransformerDecoder(nn.TransformerDecoder):
         self,
         tgt: Tensor,
         memory: Tensor,
-        tgt_mask: Tensor | Mask | None = None,
-        memory_mask: Tensor | Mask | None = None,
+        tgt_mask: Tensor | Mask | Packed | None = None,
+        memory_mask: Tensor | Mask | Packed | None = None,
         tgt_key_padding_mask: Tensor | None = None,
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
         """Runs ``tgt`` through the layers, each of which looks at ``memory``; masks as in ``TransformerEncoder``."""
-        hint = causal_hint(tgt_mask, tgt_is_causal)
+        hint = not isinstance(tgt_mask, Packed) and causal_hint(tgt_mask, tgt_is_causal)
         own = (tgt_mask, tgt_key_padding_mask, hint)
         across = (memory_mask, memory_key_padding_mask, memory_is_causal)
         x, pending = tgt, None
@@ -183,7 +199,14 @@ class TransformerDecoder(nn.TransformerDecoder):
                 tgt_is_causal=hint,
                 memory_is_causal=memory_is_causal,
             )
-        return _finished(x, pending, self.norm)
+        return _finished(x, pending, self.norm, **rows(tgt_mask))
+
+    def takes_packed(self) -> bool:
+        """Whether ``forward`` may be given packed tokens, and packed ones as ``memory``, as in ``TransformerEncoder``.
+
+        Their ``Packed`` come as ``tgt_mask`` and, with ``keys``, as ``memory_mask``.
+        """
+        return _takes_packed(self, TransformerDecoder, TransformerDecoderLayer)
 
 
 class Transformer(nn.Transformer):
@@ -297,6 +320,11 @@ class Transformer(nn.Transformer):
         return self.encoder(src, mask=mask, src_key_padding_mask=key_padding_mask, is_causal=is_causal)
 
 
+def _takes_packed(stack: Any, cls: type, layer_cls: Any) -> bool:
+    by_itself = plain(stack, cls) and (stack.norm is None or by_rows(stack.norm))
+    return by_itself and all(isinstance(layer, layer_cls) and layer._packs() for layer in stack.layers)
+
+
 def _encoded(layers: Iterable[nn.Module], src: Tensor, *masks: Any) -> tuple[Tensor, Pending | None]:
     """``src`` behind encoder layers, and what is left to be added to it; masks are mask, padding, whether causal."""
     mask, key_padding_mask, hint = masks
@@ -313,9 +341,9 @@ def _encoded(layers: Iterable[nn.Module], src: Tensor, *masks: Any) -> tuple[Ten
     return x, pending
 
 
-def _settled(x: Tensor, pending: Pending | None) -> Tensor:
-    """``x`` with the residual sum done that was left to be done."""
-    return x if pending is None else add(pending[0], x, *pending[1:])
+def _settled(x: Tensor, pending: Pending | None, **options: Any) -> Tensor:
+    """``x`` with the residual sum done that was left to be done; ``options`` as in ``add_norm``."""
+    return x if pending is None else add(pending[0], x, *pending[1:], **options)
 
 
 def _hides_keys(mask: Any) -> bool:
@@ -325,12 +353,12 @@ def _hides_keys(mask: Any) -> bool:
     return not mask.has_band() and (mask.keep_matrix is None or mask.keep_matrix.shape[-2] == 1)
 
 
-def _finished(x: Tensor, pending: Pending | None, norm: nn.Module | None) -> Tensor:
+def _finished(x: Tensor, pending: Pending | None, norm: nn.Module | None, **options: Any) -> Tensor:
     if pending is None:
         return x if norm is None else norm(x)
     if norm is None:
-        return _settled(x, pending)
-    return norm_of_sum(pending[0], x, pending[1], norm)
+        return _settled(x, pending, **options)
+    return norm_of_sum(pending[0], x, pending[1], norm, **options)
 
 
 def _checked_stack(op: str, name: str, layer: Any, num_layers: int, norm: Any, backend: str | None) -> None:

@@ -20,8 +20,9 @@ from . import _arguments
 from ._bypass import LINEARS, plain
 from .attention import MultiheadAttention
 from .ffn import activation_function, activation_name, feed_forward
-from .int8 import Int8Linear
+from .int8 import Int8Linear, Int8MultiheadAttention
 from .layer_norm import LayerNorm, RMSNorm, add, add_norm, norm_of_sum
+from .packed import rows
 
 # a sublayer's output that waits for its residual sum; its dropout; the backend of that sum
 Pending = tuple[Tensor, nn.Module, str | None]
@@ -129,32 +130,34 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         places: Tensor | None = None,
     ) -> tuple[Tensor, Pending]:
         """A norm_first layer whose first residual sum is still to be done, and whose last one is left to be done."""
-        y, x = enter(x, pending, self.norm1)
+        told = rows(mask)
+        y, x = enter(x, pending, self.norm1, **told)
         masks = self._masks(x, mask, key_padding_mask)
         query, x = (y, x) if places is None else (at(y, places), at(x, places))
-        y, x = add_norm(attend(self.self_attn, query, y, *masks, is_causal), x, self.dropout1, self.norm2)
-        return x, (self._feed_forward(y), self.dropout2, self.backend)
+        y, x = add_norm(attend(self.self_attn, query, y, *masks, is_causal), x, self.dropout1, self.norm2, **told)
+        return x, (self._feed_forward(y, **told), self.dropout2, self.backend)
 
     def _post_norm(
         self, x: Tensor, mask: Any, key_padding_mask: Any, is_causal: bool, places: Tensor | None = None
     ) -> Tensor:
         """A layer with its norms behind the sublayers."""
-        query = x if places is None else at(x, places)
-        x = norm_of_sum(
-            attend(self.self_attn, query, x, mask, key_padding_mask, is_causal), query, self.dropout1, self.norm1
-        )
-        return norm_of_sum(self._feed_forward(x), x, self.dropout2, self.norm2)
+        query, told = x if places is None else at(x, places), rows(mask)
+        attended = attend(self.self_attn, query, x, mask, key_padding_mask, is_causal)
+        x = norm_of_sum(attended, query, self.dropout1, self.norm1, **told)
+        return norm_of_sum(self._feed_forward(x, **told), x, self.dropout2, self.norm2, **told)
 
     def _answers_at(self) -> bool:
         """Whether a stack may ask for some ``places`` (B, C) alone: nobody could tell that the rest is not computed."""
-        return (
-            plain(self, TransformerEncoderLayer)
-            and _own_blocks(self, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
-            and plain(self.self_attn, MultiheadAttention)
-            and self.self_attn.batch_first
-            and all(by_rows(module) for module in self.modules() if module is not self and module is not self.self_attn)
-            and activation_name(self.activation) is not None
-        )
+        return plain(self.self_attn, MultiheadAttention) and self.self_attn.batch_first and self._works_by_rows()
+
+    def _packs(self) -> bool:
+        """Whether a stack may run on packed sequences: likewise."""
+        return _attends_packed(self.self_attn) and self._works_by_rows()
+
+    def _works_by_rows(self) -> bool:
+        """Whether all in it but attention turns each row into one that depends on no other, and nobody watches."""
+        own = _own_blocks(self, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
+        return own and plain(self, TransformerEncoderLayer) and _by_rows_but_for(self, self.self_attn)
 
     def _masks(self, x: Tensor, mask: Any, key_padding_mask: Any) -> tuple[Any, Any]:
         """The masks for whoever computes the attention: code written for torch's layer expects them floating."""
@@ -171,8 +174,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             and _own_blocks(self, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
         )
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        return feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2, self.backend)
+    def _feed_forward(self, x: Tensor, **options: Any) -> Tensor:
+        return feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2, self.backend, **options)
 
 
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
@@ -269,18 +272,27 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         if self.norm_first:
             x, (f, dropout, backend) = self._pre_norm(x, None, memory, own, across)
             return add(f, x, dropout, backend)
-        x = norm_of_sum(attend(self.self_attn, x, x, *own), x, self.dropout1, self.norm1)
-        x = norm_of_sum(attend(self.multihead_attn, x, memory, *across), x, self.dropout2, self.norm2)
-        return norm_of_sum(self._feed_forward(x), x, self.dropout3, self.norm3)
+        told = rows(tgt_mask)
+        x = norm_of_sum(attend(self.self_attn, x, x, *own), x, self.dropout1, self.norm1, **told)
+        x = norm_of_sum(attend(self.multihead_attn, x, memory, *across), x, self.dropout2, self.norm2, **told)
+        return norm_of_sum(self._feed_forward(x, **told), x, self.dropout3, self.norm3, **told)
 
     def _pre_norm(
         self, x: Tensor, pending: Pending | None, memory: Tensor, own: tuple, across: tuple
     ) -> tuple[Tensor, Pending]:
         """A norm_first layer whose first residual sum is still to be done, and whose last one is left to be done."""
-        y, x = enter(x, pending, self.norm1)
-        y, x = add_norm(attend(self.self_attn, y, y, *own), x, self.dropout1, self.norm2)
-        y, x = add_norm(attend(self.multihead_attn, y, memory, *across), x, self.dropout2, self.norm3)
-        return x, (self._feed_forward(y), self.dropout3, self.backend)
+        told = rows(own[0])
+        y, x = enter(x, pending, self.norm1, **told)
+        y, x = add_norm(attend(self.self_attn, y, y, *own), x, self.dropout1, self.norm2, **told)
+        y, x = add_norm(attend(self.multihead_attn, y, memory, *across), x, self.dropout2, self.norm3, **told)
+        return x, (self._feed_forward(y, **told), self.dropout3, self.backend)
+
+    def _packs(self) -> bool:
+        """Whether a stack may run on packed sequences: as in ``TransformerEncoderLayer``."""
+        own = _own_blocks(self, nn.TransformerDecoderLayer, "_sa_block", "_mha_block", "_ff_block")
+        attentions = self.self_attn, self.multihead_attn
+        by_rows = plain(self, TransformerDecoderLayer) and _by_rows_but_for(self, *attentions)
+        return own and by_rows and all(map(_attends_packed, attentions))
 
     def _chains(self) -> bool:
         """Whether a stack may call ``_pre_norm`` in place of the layer."""
@@ -290,16 +302,27 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
             and _own_blocks(self, nn.TransformerDecoderLayer, "_sa_block", "_mha_block", "_ff_block")
         )
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        return feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2, self.backend)
+    def _feed_forward(self, x: Tensor, **options: Any) -> Tensor:
+        return feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2, self.backend, **options)
 
 
-def enter(x: Tensor, pending: Pending | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """(norm(z), z) for z = x plus what is pending."""
+def enter(x: Tensor, pending: Pending | None, norm: nn.Module, **options: Any) -> tuple[Tensor, Tensor]:
+    """(norm(z), z) for z = x plus what is pending; ``options`` as in ``add_norm``."""
     if pending is None:
         return norm(x), x
     f, dropout, _ = pending
-    return add_norm(f, x, dropout, norm)
+    return add_norm(f, x, dropout, norm, **options)
+
+
+def _attends_packed(attention: Any) -> bool:
+    """Whether an attention is the project's, unwatched, and adds no keys to those of its input."""
+    whole = plain(attention, MultiheadAttention, Int8MultiheadAttention)
+    return whole and attention.bias_k is None and not attention.add_zero_attn
+
+
+def _by_rows_but_for(layer: Any, *attentions: nn.Module) -> bool:
+    others = (module for module in layer.modules() if module is not layer and module not in attentions)
+    return all(map(by_rows, others)) and activation_name(layer.activation) is not None
 
 
 def by_rows(module: nn.Module) -> bool:

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..nn.packed import Packed
 from . import block, guard, huggingface
 from .bert_output import FEED_FORWARD_CHUNK, INTERMEDIATE, OUTPUT, RECIPES, add_norm, feed_forward, feed_forward_chunk
 from .known import Known
 from .linear import linear
-from .packed import Packed
 from .registry import Recipe, register_recipe
 from .source import says
 from .swap import fell_back, options

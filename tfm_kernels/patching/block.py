@@ -18,10 +18,10 @@ from ..nn import Int8Linear
 from ..nn.attention_weights import with_weights
 from ..nn.ffn import ACTIVATIONS, activation_name, biases_of
 from ..nn.int8 import int8_feed_forward
+from ..nn.packed import Packed
 from ..ops.layer_norm import layer_norm_of_sum
 from . import guard
 from .linear import linear
-from .packed import Packed
 
 _NAMED = {  # classes of transformers.activations, which need not be installed
     "GELUActivation": "gelu",

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..nn.packed import Packed
 from . import block, guard, huggingface
 from .known import Known
 from .linear import linear
-from .packed import Packed
 from .registry import Recipe, register_recipe
 from .source import says
 from .swap import fell_back, options

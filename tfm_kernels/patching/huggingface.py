@@ -20,10 +20,10 @@ from .._autocast import as_autocast
 from .._backend import BACKENDS
 from .._transformers import is_model
 from ..mask import Mask
+from ..nn.packed import Packed
 from . import guard, packed, swap
 from .block import attend, attend_with_weights
 from .huggingface_mask import Prepared, mask
-from .packed import Packed
 
 NAME = "tfm_kernels"
 RECIPE = "huggingface.attention"

@@ -14,9 +14,10 @@ from .. import nn as fused
 from ..mask import Mask
 from ..nn.attention import causal_hint
 from ..nn.layer_norm import dropped_sum
+from ..nn.packed import Packed
 from . import block, guard
 from .linear import linear
-from .packed import Packed, packing
+from .packed import packing
 from .registry import Recipe, register_recipe
 from .swap import options, original_class
 
@@ -63,7 +64,7 @@ def _fuse(original: type) -> type:
         def forward(
             self,
             src: Tensor,
-            mask: Tensor | Mask | None = None,
+            mask: Any = None,
             src_key_padding_mask: Tensor | None = None,
             is_causal: bool | None = None,
             *,
