@@ -154,7 +154,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             assert isinstance(attended, Tensor)
             out, weights = attended, None
         out = out.transpose(1, 2) if seq_axis == 1 else out.permute(2, 0, 1, 3)
-        out = self.out_proj(out.flatten(-2))
+        out = self._output(out.flatten(-2))
         if batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -163,7 +163,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The sequences in ``query`` (1, total, E) attend to those in ``memory`` (1, total_k, E), one to one."""
         q, k, v = (self._heads(t, 1) for t in self._project(query, memory, memory))
         out = packed.attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, backend=self.backend)
-        return self.out_proj(out.transpose(1, 2).flatten(-2))
+        return self._output(out.transpose(1, 2).flatten(-2))
 
     def _decode(self, query: Tensor, memory: Tensor, cache: AttentionCache) -> Tensor:
         """``query`` (B, T, E) attends to the keys and values that ``cache`` keeps."""
@@ -243,6 +243,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             return linear(query, w_q, b_q), *linear(key, w_kv, b_kv).unflatten(-1, (2, width)).unbind(-2)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         return tuple(map(linear, (query, key, value), weight.chunk(3), biases))
+
+    def _output(self, x: Tensor) -> Tensor:
+        """What the heads give, side by side, through the output projection."""
+        return self.out_proj(x)
 
     def _project_self(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k and v of ``x`` (B, T, E), each (B, H, T, D): for a decoding step, in as few calls as can be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +57,13 @@ class Packed:
         padded = padded.index_copy_(0, self.index, x[0]).view(self.batch, self.length, -1)
         return padded if self.batch_first else padded.transpose(0, 1)
 
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """(total,) int64, the rows of the tokens in the padded batch as it lies."""
+        if self.batch_first:
+            return self.index
+        return self.index % self.length * self.batch + self.index // self.length
+
     def padding(self) -> Tensor:
         """(B, T) bool, laid out as the padded batch: True where there is no token, and ``unpack`` gives 0."""
         hidden = self.index.new_ones(self.batch * self.length, dtype=torch.bool)
@@ -77,4 +85,4 @@ class Packed:
 
 def rows(mask: Any) -> dict[str, Any]:
     """The keyword by which dropout counts packed rows as the padded run does; none where ``mask`` is no Packed."""
-    return {"dropout_rows": mask.index} if isinstance(mask, Packed) else {}
+    return {"dropout_rows": mask.rows} if isinstance(mask, Packed) else {}

@@ -330,7 +330,8 @@ def _encoded(layers: Iterable[nn.Module], src: Tensor, *masks: Any) -> tuple[Ten
     mask, key_padding_mask, hint = masks
     x, pending = src, None
     for layer in layers:
-        if isinstance(layer, TransformerEncoderLayer) and layer._chains():
+        nested = isinstance(x, Tensor) and x.is_nested
+        if isinstance(layer, TransformerEncoderLayer) and layer._chains() and not nested:
             x, pending = layer._pre_norm(x, pending, mask, key_padding_mask, hint)
             continue
         x, pending = _settled(x, pending), None

@@ -32,6 +32,10 @@ _BY_ROWS = (
 )  # fmt: skip
 
 
+# encoder layers that are ``_pre_norm`` but for nested tensors; patching adds its own
+CHAINED: list[type] = []
+
+
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """x = norm1(x + dropout1(self_attn(x))); x = norm2(x + dropout2(linear2(dropout(act(linear1(x)))))).
 
@@ -170,12 +174,15 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         """Whether a stack may call ``_pre_norm`` in place of the layer."""
         return (
             self.norm_first
-            and plain(self, TransformerEncoderLayer)
+            and plain(self, *CHAINED)
             and _own_blocks(self, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
         )
 
     def _feed_forward(self, x: Tensor, **options: Any) -> Tensor:
         return feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2, self.backend, **options)
+
+
+CHAINED.append(TransformerEncoderLayer)
 
 
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):

@@ -5,6 +5,7 @@ Inside a torch.nn.Transformer only where the decoder does not see the padding, w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,10 @@ from torch import Tensor, nn
 from .. import nn as fused
 from ..mask import Mask
 from ..nn.attention import causal_hint
-from ..nn.layer_norm import dropped_sum
-from ..nn.packed import Packed
 from . import block, guard
-from .linear import linear
 from .packed import packing
 from .registry import Recipe, register_recipe
-from .swap import options, original_class
+from .swap import original_class
 
 _DROPOUTS = ("dropout", "dropout1", "dropout2")
 
@@ -80,61 +78,11 @@ def _fuse(original: type) -> type:
                 reason = padded or _why_not_norm(self)
                 packed = packing(self, hidden, src, self.layers, _why_not, reason, batch_first=batch_first)
                 if packed is not None:
-                    return packed.unpack(_run(self, packed, src, hint))
+                    told = replace(packed, sight=Mask.causal()) if hint else packed
+                    return packed.unpack(super().forward(packed.pack(src), told))
             return super().forward(src, mask, padding, is_causal)
 
     return Fused
-
-
-def _run(stack: Any, packed: Packed, x: Tensor, causal: bool) -> Tensor:
-    """All layers and the final norm on the packed tokens of ``x`` (B, T, E), with the padded run's dropout masks."""
-    rows = packed.index
-    if not packed.batch_first:  # the padded run counts its rows as (t, b)
-        rows = rows % packed.length * packed.batch + rows // packed.length
-    x, pending = packed.pack(x), None  # pending: a sublayer's output and dropout, whose sum waits for the next norm
-    for layer in stack.layers:
-        told: dict[str, Any] = {"dropout_rows": rows, "backend": options(layer).backend}
-        if layer.norm_first:
-            y, x = (layer.norm1(x), x) if pending is None else _sum_norm(*pending, x, layer.norm1, told)
-            y, x = _sum_norm(_attend(layer.self_attn, y, packed, causal, told), layer.dropout1, x, layer.norm2, told)
-            pending = _feed_forward(layer, y, told), layer.dropout2
-        else:
-            x = x if pending is None else _sum(*pending, x, told)
-            x = _norm_of_sum(_attend(layer.self_attn, x, packed, causal, told), layer.dropout1, x, layer.norm1, told)
-            x = _norm_of_sum(_feed_forward(layer, x, told), layer.dropout2, x, layer.norm2, told)
-            pending = None
-    x = x if pending is None else _sum(*pending, x, told)
-    return x if stack.norm is None else stack.norm(x)
-
-
-def _attend(module: Any, x: Tensor, packed: Packed, causal: bool, told: dict[str, Any]) -> Tensor:
-    """What the attention ``module`` does; get_attention_maps finds its name by that of this argument."""
-    heads = (block.split_heads(t, module.num_heads) for t in module._project(x, x, x))
-    p = module.dropout if module.training else 0.0
-    mask = Mask.causal() if causal else None
-    out = packed.attention(*heads, mask=mask, dropout_p=p, backend=told["backend"])
-    return linear(block.merge_heads(out), module.out_proj)
-
-
-def _feed_forward(layer: Any, x: Tensor, told: dict[str, Any]) -> Tensor:
-    name: Any = block.activation(layer.activation)
-    p = block.dropout_p(layer.dropout)
-    return block.feed_forward(x, layer.linear1, layer.linear2, name, dropout_p=p, **told)
-
-
-def _sum_norm(
-    x: Tensor, dropout: nn.Module, residual: Tensor, norm: Any, told: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    p = block.dropout_p(dropout)
-    return block.add_norm(x, residual, norm, dropout_p=p, **told)
-
-
-def _norm_of_sum(x: Tensor, dropout: nn.Module, residual: Tensor, norm: Any, told: dict[str, Any]) -> Tensor:
-    return block.norm_of_sum(x, residual, norm, dropout_p=block.dropout_p(dropout), **told)
-
-
-def _sum(x: Tensor, dropout: nn.Module, residual: Tensor, told: dict[str, Any]) -> Tensor:
-    return dropped_sum(x, residual, block.dropout_p(dropout), **told)
 
 
 # --- the encoder-decoder ----------------------------------------------------------------------------------------------

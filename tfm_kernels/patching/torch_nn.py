@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import nn as fused
-from ..nn._bypass import LINEARS
+from ..nn._bypass import LINEARS, plain
+from ..nn.transformer_layer import CHAINED
 from . import frozen, swap
 from .linear import linear
 from .registry import Recipe, register_recipe
@@ -37,8 +38,11 @@ def _nested(original: Any) -> type:
     return Fused
 
 
+_LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
 def _attention(original: Any) -> type:
-    """Self-attention of a frozen model reads the packed copy of its input projections."""
+    """Self-attention of a frozen model reads the packed copies of its projections."""
 
     class Fused(_nested(original)):  # type: ignore[misc]
         def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -47,6 +51,9 @@ def _attention(original: Any) -> type:
                 if y is not None:
                     return y.unflatten(-1, (3, self.embed_dim)).unbind(-2)
             return super()._project(query, key, value)
+
+        def _output(self, x: Tensor) -> Tensor:
+            return linear(x, self.out_proj) if plain(self.out_proj, *_LINEARS) else super()._output(x)
 
     return Fused
 
@@ -103,3 +110,4 @@ register_recipe(
     Recipe("torch.nn.Linear", _is_linear, _linear, "the product that suits its rows", projects=_itself), first=False
 )
 LINEARS.append(swap.fused_class(nn.Linear, "torch.nn.Linear"))
+CHAINED.append(swap.fused_class(nn.TransformerEncoderLayer, "torch.nn.TransformerEncoderLayer"))
