@@ -147,6 +147,23 @@ def test_dropouts_of_any_kind_keep_their_order(between):
     assert ("2 graphs" if between else "1 graph ") in graphs[0]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_is_drawn_again_where_a_part_is_computed_again(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+        def part(self, x):
+            return nn.functional.dropout(self.norm(nn.functional.dropout(x, 0.3)).sin(), 0.4)
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.part, self.first(x), use_reentrant=reentrant)
+
+    report = tfk.prove(Checkpointed().train(), torch.randn(6, 16), compile=True)
+    assert report.passed and ("gradient", "first", "gradient of weight, compiled") in rows(report), report.table()
+
+
 def test_a_wrong_dropout_of_compiled_code_alone_fails():
     class Drops(nn.Module):
         def forward(self, x):

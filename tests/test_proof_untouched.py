@@ -68,6 +68,22 @@ def test_a_copy_that_runs_the_models_own_layers_is_refused_before_it_writes(dtyp
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+TABLE = torch.randn(5, 8)
+
+
+def test_a_table_of_many_models_may_be_read():
+    model = Model().eval()
+    model.register_buffer("table", TABLE)
+    model.run = lambda x: x + TABLE
+    report = tfk.prove(model, torch.randn(5, 8))
+    assert report.passed, report.table()
+    model.run = lambda x: TABLE.add_(x)
+    before = TABLE.clone()
+    with pytest.raises(ValueError, match=APART):
+        tfk.prove(model, torch.randn(5, 8))
+    assert torch.equal(TABLE, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_weak_reference_is_to_the_copys_part(dtype):
     model = by_its_parent().to(dtype).train()

@@ -8,14 +8,16 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tests.models.peers import KINDS, inputs, small, tokens
+from tfm_kernels.models import stack
 from tfm_kernels.nn import TransformerDecoder, TransformerEncoder
 from tfm_kernels.nn.packed import Packed
 from tfm_kernels.testing.float64 import assert_same_in_float64
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def packed(monkeypatch):
-    """The shapes of what was packed."""
+    """The shapes of what was packed, however little padding there is."""
+    monkeypatch.setattr(stack, "LEAST", 1)
     shapes, real = [], Packed.pack
     monkeypatch.setattr(Packed, "pack", lambda self, x: shapes.append(tuple(x.shape)) or real(self, x))
     return shapes
@@ -52,6 +54,27 @@ def test_outputs_gradients_and_dropout_are_those_of_the_padded_run(kind, backend
     assert packed == shapes and found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert_same_in_float64(found[name], tensor, name)
+
+
+@pytest.mark.parametrize("where", ["behind", "in front"])
+def test_features_at_are_those_of_features(where):
+    model, (ids,) = small("masked", dtype=torch.float64), inputs("masked")
+    ids, places = ids if where == "behind" else ids.flip(1), torch.tensor([[0, 6], [3, 5], [2, 6]])
+    wanted = model.features(ids).gather(1, places[..., None].expand(-1, -1, 16))
+    assert_same_in_float64(model.features_at(ids, places), wanted, "features")
+
+
+def test_little_padding_stays(packed, monkeypatch):
+    monkeypatch.undo()
+    seen, real = [], Packed.pack
+    monkeypatch.setattr(Packed, "pack", lambda self, x: seen.append(1) or real(self, x))
+    model, ids = small("masked"), torch.ones(64, 32, dtype=torch.long)
+    for hidden, packs in ((1, 0), (2, 1)):
+        ids[:, 32 - hidden :] = 0
+        model(ids)
+        assert len(seen) == packs
+        model(ids[:31])
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -91,20 +114,21 @@ def test_quantized_models_pack(dynamic, packed):
 
 @pytest.mark.parametrize("kind", ["masked", "causal", "translation"])
 @pytest.mark.parametrize("where", ["behind", "in front"])
-def test_features_are_0_at_padding(kind, where):
+def test_features_are_0_behind_the_last_token(kind, where):
     model, ids = small(kind), inputs(kind)
-    ids = ids if where == "behind" else [each.flip(1) for each in ids]
     shown = tokens(kind, ids)
+    if where == "in front":
+        ids, shown = [each.flip(1) for each in ids], torch.ones_like(shown)
     for features in (model.features(*ids), padded(lambda: model.features(*ids))):
         assert (features[~shown] == 0).all() and (features[shown] != 0).all()
 
 
-@pytest.mark.parametrize("lengths", [(7, 7, 7), (7, 0, 3)])
-@pytest.mark.parametrize("target_lengths", [(6, 6, 6), (6, 0, 3)])
+@pytest.mark.parametrize("lengths", [(7, 7, 7), (7, 1, 3)])
+@pytest.mark.parametrize("target_lengths", [(6, 6, 6), (6, 1, 3)])
 def test_source_and_target_are_padded_each_by_itself(lengths, target_lengths, packed):
     model, ids = small("translation", dtype=torch.float64), inputs("translation", lengths, target_lengths)
     found, shown = model(*ids), tokens("translation", ids)
-    assert len(packed) == (0 in lengths) + 2 * (0 in target_lengths)
+    assert len(packed) == (3 in lengths) + 2 * (3 in target_lengths)
     assert_same_in_float64(found[shown], padded(lambda: model(*ids))[shown], "output")
 
 
@@ -112,9 +136,37 @@ def test_decode_takes_any_mask_of_the_memory(packed):
     model, ids = small("translation", dtype=torch.float64), inputs("translation")
     memory, found = model.encode(ids[0])
     packed.clear()
-    features = model.decode(ids[1], memory, found.mask)
-    assert not packed
-    assert_same_in_float64(features, model.features(*ids), "features")
+    assert_same_in_float64(model.decode(ids[1], memory, found.mask), model.features(*ids), "features")
+    masks = [tfk.Mask.keep(found.keep[:, None, None, :]), tfk.Mask.lengths(torch.tensor([2, 1, 7])), None]
+    for mask, packs in zip(masks, [False, True, True], strict=True):
+        packed.clear()
+        features = model.decode(ids[1], memory, mask)
+        assert len(packed) == 2 * packs
+        assert_same_in_float64(features, padded(functools.partial(model.decode, ids[1], memory, mask)), "features")
+    with pytest.raises(ValueError, match="key must have the batch size 3 of query"):
+        model.decode(ids[1], memory[:1], None)
+
+
+def test_parts_of_ones_own_are_heeded():
+    class Own(tfk.models.TranslationTransformer):
+        def encode(self, source_ids):
+            memory, found = super().encode(source_ids)
+            return memory, found._replace(mask=tfk.Mask.lengths(torch.ones(3, dtype=torch.long)))
+
+        def decode(self, *given):
+            return 2 * super().decode(*given)
+
+    model, ids = small("translation", dtype=torch.float64), inputs("translation")
+    memory, _ = model.encode(ids[0])
+    expected = 2 * model.decode(ids[1], memory, tfk.Mask.lengths(torch.ones(3, dtype=torch.long)))
+    model.__class__ = Own
+    assert_same_in_float64(model.features(*ids), expected, "features")
+
+
+def test_a_start_that_is_padding_sees_the_source(packed):
+    model, target = small("translation"), torch.zeros(3, 1, dtype=torch.long)
+    first, second = (model.features(source, target) for source in (inputs("translation")[0], torch.ones(3, 4).long()))
+    assert (first != second).any(-1).all() and len(packed) == 1
 
 
 class Doubled(nn.Linear):
@@ -140,6 +192,19 @@ def own_activation(stack):
 
 def own_block(stack):
     stack.layers[0]._ff_block = lambda x: x
+
+
+def identity(stack):
+    stack.layers[0].norm2 = nn.Identity()
+
+
+def test_unfused_dropout_is_given_the_padding(packed):
+    model, ids = small("masked", dropout=0.3), inputs("masked")
+    identity(model.encoder)
+    model.eval()(*ids)
+    assert len(packed) == 1
+    model.train()(*ids)
+    assert len(packed) == 1
 
 
 def more_keys(stack):
@@ -179,6 +244,6 @@ def test_a_sight_that_differs_from_row_to_row_runs_padded(packed):
     assert packed and torch.equal(found[shown], padded(lambda: model(*ids))[shown])
 
 
-def test_a_batch_of_nothing_but_padding_gives_0():
-    model = small("masked")
-    assert (model.features(torch.zeros(2, 5, dtype=torch.long)) == 0).all()
+def test_a_batch_of_nothing_but_padding_is_0_but_for_its_first_position(packed):
+    features = small("masked").features(torch.zeros(2, 5, dtype=torch.long))
+    assert (features[:, 1:] == 0).all() and (features[:, 0] != 0).all() and not packed

@@ -113,8 +113,9 @@ class TransformerClassifier(nn.Module):
         x = encoded(self.encoder, self.embedding(ids, found.positions), found)
         if found.keep is None:
             return x.mean(1) if self.config.pooling == "mean" else x[:, 0]
+        shown = x.masked_fill(~found.keep.unsqueeze(-1), 0.0)
         if self.config.pooling == "mean":
-            total = x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))  # float16 ends at 65504
+            total = shown.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))  # float16 ends at 65504
             return (total / found.keep.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
         first = found.keep.int().argmax(1)
-        return x.gather(1, first[:, None, None].expand(-1, 1, x.shape[-1])).squeeze(1)
+        return shown.gather(1, first[:, None, None].expand(-1, 1, x.shape[-1])).squeeze(1)

@@ -65,7 +65,7 @@ class LanguageModel(TokenModel):
         return self.output(self.features(ids))
 
     def features(self, ids: Tensor) -> Tensor:
-        """What ``output`` turns into scores: (B, T, E), 0 at padding."""
+        """What ``output`` turns into scores: (B, T, E), 0 behind the last token."""
         x, found = self._embedded(ids)
         return encoded(self.encoder, x, found, self.sight)
 

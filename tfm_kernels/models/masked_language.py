@@ -59,4 +59,4 @@ class MaskedLanguageModel(LanguageModel):
         """``features`` at ``places`` (B, C), int64 positions, at less cost than all: (B, C, E)."""
         x, found = self._embedded(ids)
         packed = packing(self.encoder, found, self.sight)
-        return self.encoder.forward_at(x, places, found.hidden_from(self.sight), packed)
+        return found.cleared(self.encoder.forward_at(x, places, found.hidden_from(self.sight), packed), places)

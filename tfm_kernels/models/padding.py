@@ -25,10 +25,21 @@ class Padding(NamedTuple):
     positions: Tensor | None = None
     keep: Tensor | None = None
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether there is padding, known to stand behind the tokens of its row."""
-        return self.keep is not None and self.positions is None
+    def behind(self) -> Tensor | None:
+        """(B, T) bool, as ``keep``, where padding is known to stand behind one token or more in each row; else None."""
+        if self.keep is None or self.positions is not None or not bool(self.keep[:, 0].all()):
+            return None
+        return self.keep
+
+    def cleared(self, x: Tensor, columns: Tensor | None = None) -> Tensor:
+        """``x`` (B, C, E) with 0 behind the last token of each row, but for the first position of all.
+
+        ``columns`` (B, C), or (T,) for all, is where in its row each position stands.
+        """
+        if self.mask is None or self.mask.key_lengths is None:
+            return x
+        columns = torch.arange(x.shape[1], device=x.device) if columns is None else columns
+        return x.masked_fill((columns >= self.mask.key_lengths.clamp(min=1).unsqueeze(1)).unsqueeze(-1), 0.0)
 
     def hidden_from(self, sight: Mask | None) -> Mask | None:
         """``sight`` without the padding."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import nn as fused
@@ -12,6 +13,10 @@ from ..mask import Mask
 from ..nn.packed import Packed
 from .config import StackConfig
 from .padding import Padding
+
+# Packing takes 0.13 ms of a call's time, and some passes over its tokens: so many have to be padding, and such a share
+LEAST = 64
+_SHARE = 1 / 16
 
 
 def encoder(config: StackConfig, num_layers: int, **factory: Any) -> fused.TransformerEncoder:
@@ -24,7 +29,7 @@ def encoder(config: StackConfig, num_layers: int, **factory: Any) -> fused.Trans
 
 
 def encoded(stack: fused.TransformerEncoder, x: Tensor, found: Padding, sight: Mask | None = None) -> Tensor:
-    """What an encoder makes of ``x`` (B, T, E), and 0 at padding; where that is known to stand behind, at no cost.
+    """What an encoder makes of ``x`` (B, T, E), and 0 behind the last token of a row, at no cost where that is known.
 
     Args:
         stack: the encoder.
@@ -32,43 +37,56 @@ def encoded(stack: fused.TransformerEncoder, x: Tensor, found: Padding, sight: M
         found: their padding.
         sight: what every position may see where there is no padding, None for everything.
     """
-    if found.keep is None:
-        return stack(x, mask=sight)
     packed = packing(stack, found, sight)
     if packed is not None:
         return packed.unpack(stack(packed.pack(x), mask=packed))
-    return stack(x, mask=found.hidden_from(sight)).masked_fill(~found.keep.unsqueeze(-1), 0.0)
+    return found.cleared(stack(x, mask=found.hidden_from(sight)))
 
 
 def packing(stack: Any, found: Padding, sight: Mask | None) -> Packed | None:
     """How a batch runs packed through a stack, which may be another than the model was built with; None: it does not.
 
-    It does where padding is known to stand behind the tokens, nobody could tell, and ``sight`` is the same in each row.
+    It does where padding is known to stand behind the tokens and is worth it, nobody could tell, and ``sight`` is the
+    same in each row.
     """
-    alike = sight is None or (sight.key_lengths is None and sight.keep_matrix is None)
-    ours = isinstance(stack, (fused.TransformerEncoder, fused.TransformerDecoder))
-    if found.keep is None or not (found.is_behind and alike and ours and stack.takes_packed()):
+    keep = found.behind()
+    if keep is None or not (sight is None or (sight.key_lengths is None and sight.keep_matrix is None)):
         return None
-    return Packed.of(found.keep, sight=sight)
+    hidden = keep.numel() - int(keep.sum())
+    ours = isinstance(stack, (fused.TransformerEncoder, fused.TransformerDecoder))
+    if hidden < LEAST or hidden < _SHARE * keep.numel() or not ours or not stack.takes_packed():
+        return None
+    return Packed.of(keep, sight=sight)
 
 
-def decoded(stack: fused.TransformerDecoder, x: Tensor, found: Padding, memory: Tensor, source: Padding) -> Tensor:
-    """What a decoder makes of ``x`` (B, Tt, E), and 0 at padding; where all is known to stand behind, at no cost.
+def decoded(
+    stack: fused.TransformerDecoder, x: Tensor, found: Padding, memory: Tensor, memory_mask: Mask | None
+) -> Tensor:
+    """What a decoder makes of ``x`` (B, Tt, E), and 0 behind the last token of a row, at no cost where that is known.
 
     Args:
         stack: the decoder.
         x: embedded tokens.
         found: their padding.
         memory: (B, Ts, E), of the encoder.
-        source: its padding.
+        memory_mask: what of it every position may see, None for everything.
     """
-    packed = packing(stack, found, Mask.causal()) if source.mask is None or source.is_behind else None
-    if packed is not None:
-        keys = Packed.of(packed.index.new_ones(memory.shape[:2]).bool() if source.keep is None else source.keep)
+    packed = packing(stack, found, Mask.causal()) if memory.shape[:1] == x.shape[:1] else None
+    keep = None if packed is None else _seen(memory, memory_mask)
+    if packed is not None and keep is not None:
+        keys = Packed.of(keep)
         across = replace(packed, sight=None, keys=keys)
         return packed.unpack(stack(packed.pack(x), keys.pack(memory), tgt_mask=packed, memory_mask=across))
-    y = stack(x, memory, tgt_mask=found.hidden_from(Mask.causal()), memory_mask=source.mask)
-    return y if found.keep is None else y.masked_fill(~found.keep.unsqueeze(-1), 0.0)
+    return found.cleared(stack(x, memory, tgt_mask=found.hidden_from(Mask.causal()), memory_mask=memory_mask))
+
+
+def _seen(memory: Tensor, mask: Mask | None) -> Tensor | None:
+    """(B, Ts) bool, what a mask of lengths shows of the memory; None for other masks."""
+    if mask is None or not mask.hides():
+        return torch.ones(memory.shape[:2], dtype=torch.bool)
+    if mask.key_lengths is None or mask.keep_matrix is not None or mask.has_band():
+        return None
+    return torch.arange(memory.shape[1]) < mask.key_lengths.unsqueeze(-1)
 
 
 def encoder_decoder(config: StackConfig, encoder_layers: int, decoder_layers: int, **factory: Any) -> fused.Transformer:

@@ -158,7 +158,7 @@ class TranslationTransformer(TokenModel):
         return self.output(self.features(source_ids, target_ids))
 
     def features(self, source_ids: Tensor, target_ids: Tensor) -> Tensor:
-        """What ``output`` turns into scores: (B, Tt, E), 0 at padding."""
+        """What ``output`` turns into scores: (B, Tt, E), 0 behind the last token."""
         check_ids(_NAME, "source_ids", source_ids, self.config.source_vocab, self.config.max_length)
         if isinstance(target_ids, Tensor) and target_ids.shape[:1] != source_ids.shape[:1]:
             raise ValueError(
@@ -166,21 +166,18 @@ class TranslationTransformer(TokenModel):
                 f"{tuple(target_ids.shape)}"
             )
         memory, found = self.encode(source_ids)
-        return self._decoded(target_ids, memory, found)
+        return self.decode(target_ids, memory, found.mask)
 
     def encode(self, source_ids: Tensor) -> tuple[Tensor, Padding]:
-        """(memory (B, Ts, E), 0 at padding; the padding of the source)."""
+        """(memory (B, Ts, E), 0 behind the last token; the padding of the source)."""
         check_ids(_NAME, "source_ids", source_ids, self.config.source_vocab, self.config.max_length)
         found = padding(source_ids, self.config.pad_id)
         x = self.source_embedding(source_ids, found.positions)
         return encoded(self.transformer.encoder, x, found), found
 
     def decode(self, target_ids: Tensor, memory: Tensor, memory_mask: Mask | None) -> Tensor:
-        """The decoder's features (B, Tt, E) of ``target_ids``, 0 at padding, given what ``encode`` returned."""
-        return self._decoded(target_ids, memory, Padding(memory_mask))
-
-    def _decoded(self, target_ids: Tensor, memory: Tensor, source: Padding) -> Tensor:
+        """The decoder's features (B, Tt, E) of ``target_ids``, 0 behind the last, given what ``encode`` returned."""
         check_ids(_NAME, "target_ids", target_ids, self.config.target_vocab, self.config.max_length)
         found = padding(target_ids, self.config.pad_id)
         x = self.embedding(target_ids, found.positions)
-        return decoded(self.transformer.decoder, x, found, memory, source)
+        return decoded(self.transformer.decoder, x, found, memory, memory_mask)

@@ -122,7 +122,7 @@ class RMSNorm(nn.RMSNorm):
         return _shaped(ops.rms_norm(rows, weight, self.eps, backend=self.backend), x)
 
 
-_NORMS = (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)
+NORMS = (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module, **options: Any) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ def norm_of_sum(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module
 def _fused(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> float | None:
     """The probability of dropout where dropout, sum and norm may run as one, else None."""
     p = dropout_p(dropout)
-    if p is None or not plain(norm, *_NORMS) or x.shape != residual.shape:
+    if p is None or not plain(norm, *NORMS) or x.shape != residual.shape:
         return None
     parameters: Any = (norm.weight, getattr(norm, "bias", None))
     fits = norm.normalized_shape == x.shape[-1:] and ordinary(*parameters) and not _sum_widened(x, residual)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from .. import _check
 from ..mask import Mask
 from . import _arguments
-from ._bypass import LINEARS, plain
+from ._bypass import LINEARS, dropout_p, plain, plain_linear
 from .attention import MultiheadAttention
 from .ffn import activation_function, activation_name, feed_forward
 from .int8 import Int8Linear, Int8MultiheadAttention
-from .layer_norm import LayerNorm, RMSNorm, add, add_norm, norm_of_sum
+from .layer_norm import NORMS, LayerNorm, RMSNorm, add, add_norm, norm_of_sum
 from .packed import rows
 
 # a sublayer's output that waits for its residual sum; its dropout; the backend of that sum
@@ -156,7 +156,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     def _packs(self) -> bool:
         """Whether a stack may run on packed sequences: likewise."""
-        return _attends_packed(self.self_attn) and self._works_by_rows()
+        by_rows = _attends_packed(self.self_attn) and self._works_by_rows()
+        return by_rows and _drops_as_padded(self, self.norm1, self.norm2)
 
     def _works_by_rows(self) -> bool:
         """Whether all in it but attention turns each row into one that depends on no other, and nobody watches."""
@@ -299,7 +300,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         own = _own_blocks(self, nn.TransformerDecoderLayer, "_sa_block", "_mha_block", "_ff_block")
         attentions = self.self_attn, self.multihead_attn
         by_rows = plain(self, TransformerDecoderLayer) and _by_rows_but_for(self, *attentions)
-        return own and by_rows and all(map(_attends_packed, attentions))
+        by_rows = by_rows and all(map(_attends_packed, attentions))
+        return own and by_rows and _drops_as_padded(self, self.norm1, self.norm2, self.norm3)
 
     def _chains(self) -> bool:
         """Whether a stack may call ``_pre_norm`` in place of the layer."""
@@ -330,6 +332,13 @@ def _attends_packed(attention: Any) -> bool:
 def _by_rows_but_for(layer: Any, *attentions: nn.Module) -> bool:
     others = (module for module in layer.modules() if module is not layer and module not in attentions)
     return all(map(by_rows, others)) and activation_name(layer.activation) is not None
+
+
+def _drops_as_padded(layer: Any, *norms: nn.Module) -> bool:
+    """Whether its dropouts, where they drop anything, are those of fused blocks, which are told the padded rows."""
+    if not any(dropout_p(module) for module in layer.modules() if isinstance(module, nn.Dropout)):
+        return True
+    return all(plain(norm, *NORMS) for norm in norms) and plain_linear(layer.linear1) and plain_linear(layer.linear2)
 
 
 def by_rows(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,15 +16,16 @@ class RunsTheOriginal(ValueError):
 
 
 class _Apart(TorchDispatchMode):
-    """Refuses to compute with some memory, before anything is written there."""
+    """Refuses to compute with parameters, and to write into buffers, before it is done."""
 
-    def __init__(self, own: set[int], name: str) -> None:
+    def __init__(self, parameters: set[int], buffers: set[int], name: str) -> None:
         super().__init__()
-        self._own, self._name = own, name
+        self._parameters, self._buffers, self._name = parameters, buffers, name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        if any(_address(each) in self._own for each in given if isinstance(each, Tensor)):
+        given = {_address(each) for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        writes = func._schema.is_mutable or "batch_norm" in func._schema.name  # whose schema does not tell
+        if given & self._parameters or (writes and given & self._buffers):
             raise RunsTheOriginal(
                 f"prove: a copy of {self._name} runs parts of the model itself, which an object or a function in it "
                 "holds, so that original and patched model cannot be told apart"
@@ -34,17 +35,21 @@ class _Apart(TorchDispatchMode):
 
 @contextmanager
 def apart(model: nn.Module, copy: nn.Module) -> Iterator[None]:
-    """Within the block nothing is computed with parameters and buffers of ``model`` that ``copy`` does not hold, too.
+    """Within the block nothing is computed with parameters of ``model`` that ``copy`` does not hold, too.
+
+    Nor is anything written into such buffers: what else a program reads of them may be a table of many models.
 
     Raises:
         RunsTheOriginal: instead.
     """
-    with _Apart(_addresses(model) - _addresses(copy), type(model).__name__):
+    shared = {0} | _addresses(copy.parameters()) | _addresses(copy.buffers())
+    own = _addresses(model.parameters()) - shared, _addresses(model.buffers()) - shared
+    with _Apart(*own, type(model).__name__):
         yield
 
 
-def _addresses(model: nn.Module) -> set[int]:
-    return {_address(each) for each in (*model.parameters(), *model.buffers())} - {0}
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {_address(each) for each in tensors}
 
 
 def _address(tensor: Tensor) -> int:

@@ -53,7 +53,14 @@ class _SameDropout(TorchDispatchMode):
 
 
 class _AroundGraphs(_SameDropout):
-    """For what runs between compiled graphs: the compiler takes no notice of it."""
+    """For what runs between compiled graphs: the compiler takes no notice of it, nor do graphs."""
+
+    supports_higher_order_operators = True  # by which compiled code draws again what a checkpoint forgot
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
