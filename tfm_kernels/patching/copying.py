@@ -86,8 +86,8 @@ class _Rebound:
             self._function(value)
         elif isinstance(value, types.MethodType):
             self.made[key] = types.MethodType(self._of(value.__func__), self._of(value.__self__))
-        elif isinstance(value, weakref.ReferenceType):
-            self.made[key] = type(value)(self._of(value()))
+        elif type(value) is weakref.ref:
+            self.made[key] = weakref.ref(self._of(value()))
         elif isinstance(value, OF_AN_OBJECT):
             self.made[key] = getattr(self._of(value.__self__), value.__name__)
         elif isinstance(value, functools.partial):
@@ -138,7 +138,7 @@ def held(value: Any) -> list[Any]:
         found = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, types.MethodType):
         found = [value.__func__, value.__self__]
-    elif isinstance(value, weakref.ReferenceType):
+    elif type(value) is weakref.ref:
         found = [value()]
     elif isinstance(value, OF_AN_OBJECT):
         found = [value.__self__]

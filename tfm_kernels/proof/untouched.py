@@ -18,13 +18,16 @@ class RunsTheOriginal(ValueError):
 class _Apart(TorchDispatchMode):
     """Refuses to compute with parameters, and to write into buffers, before it is done."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, parameters: set[int], buffers: set[int], name: str) -> None:
         super().__init__()
         self._parameters, self._buffers, self._name = parameters, buffers, name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = {_address(each) for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        writes = func._schema.is_mutable or "batch_norm" in func._schema.name  # whose schema does not tell
+        schema = getattr(func, "_schema", None)  # a batch norm's does not tell that it writes
+        writes = schema is not None and (schema.is_mutable or "batch_norm" in schema.name)
         if given & self._parameters or (writes and given & self._buffers):
             raise RunsTheOriginal(
                 f"prove: a copy of {self._name} runs parts of the model itself, which an object or a function in it "

@@ -29,8 +29,12 @@ _AT_ONCE = 1 << 15  # elements, whose draws stay in a CPU's caches: all at once 
 class _SameDropout(TorchDispatchMode):
     """Works below autograd, where all of PyTorch's dropouts have become one of two operators."""
 
+    supports_higher_order_operators = True  # by one of which compiled code draws again what a checkpoint forgot
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*args, **kwargs)
         if func is _aten.bernoulli_.float:  # the mask of a dropout on the CPU, kept with probability 1 - p
             p = 1.0 - (args[1] if len(args) > 1 else 0.5)  # the default is left out
             return args[0].copy_(self._keep(args[0], p))
@@ -53,14 +57,7 @@ class _SameDropout(TorchDispatchMode):
 
 
 class _AroundGraphs(_SameDropout):
-    """For what runs between compiled graphs: the compiler takes no notice of it, nor do graphs."""
-
-    supports_higher_order_operators = True  # by which compiled code draws again what a checkpoint forgot
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    """For what runs between compiled graphs: the compiler takes no notice of it."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -79,7 +76,11 @@ class _InGraph(_SameDropout):
         kwargs = kwargs or {}
         if func is _aten.randint.low and args == _SEED:
             return self._seed(torch.device(kwargs["device"]))
-        if torch.Tag.nondeterministic_seeded in func.tags and func not in _DROPOUTS:
+        if (
+            isinstance(func, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded in func.tags
+            and func not in _DROPOUTS
+        ):
             self._others.add(str(func))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
