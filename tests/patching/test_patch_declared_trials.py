@@ -272,9 +272,10 @@ def notes(report):
     return {entry.name: entry.note for entry in report.entries}
 
 
-def test_modules_that_are_alike_are_tried_once():
-    calls = []
+CALLS = []  # what a function holds the trial would put back
 
+
+def test_modules_that_are_alike_are_tried_once():
     class Counted(Attention):
         def __init__(self, scale=0.5, causal=False):
             super().__init__()
@@ -282,22 +283,23 @@ def test_modules_that_are_alike_are_tried_once():
             self.register_buffer("mask", torch.ones(5, 5).tril() if causal else torch.ones(5, 5))
 
         def scores(self, x):
-            calls.append(self.scale)
+            CALLS.append(self.scale)
             scores = self.heads(self.q(x)) @ self.heads(self.k(x)).mT * self.scale
             return scores if x.shape[1] > 5 else scores.masked_fill(self.mask == 0, float("-inf"))
 
+    CALLS.clear()
     torch.manual_seed(0)
     tfk.patching.declare_attention(Counted, **NAMES, scale="scale", dropout="drop")
     tfk.patch(nn.Sequential(Counted()))
-    one = len(calls)
+    one = len(CALLS)
     several = nn.Sequential(*(Counted() for _ in range(3)))
     for _ in range(2):  # patched as well
-        calls.clear()
+        CALLS.clear()
         tfk.patch(several)
-        assert len(calls) == one > 0
-    calls.clear()
+        assert len(CALLS) == one > 0
+    CALLS.clear()
     tfk.patch(nn.Sequential(Counted(), Counted(0.25)))
-    assert len(calls) == 2 * one
+    assert len(CALLS) == 2 * one
     other = notes(tfk.patch(nn.Sequential(Counted(), Counted(causal=True))))["1"]
     assert "got other numbers without a mask: those of causal=True" in other
 
