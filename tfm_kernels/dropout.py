@@ -17,6 +17,7 @@ from torch import Tensor
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW32 = 0xFFFFFFFF
+SEEDS = 2**63 - 1  # seeds are drawn below it
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -77,4 +78,4 @@ def attention_rows(batch: int, heads: int, queries: int, device: torch.device | 
 
 def draw_seed(device: torch.device | str) -> Tensor:
     """A fresh () int64 seed on ``device`` from torch's generator, so torch.manual_seed repeats a run."""
-    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
+    return torch.randint(0, SEEDS, (), dtype=torch.int64, device=device)

@@ -8,7 +8,7 @@ and as ``forward`` is new, nothing of torch's inference fast path is left. Child
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -156,8 +156,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     def _packs(self) -> bool:
         """Whether a stack may run on packed sequences: likewise."""
-        by_rows = _attends_packed(self.self_attn) and self._works_by_rows()
-        return by_rows and _drops_as_padded(self, self.norm1, self.norm2)
+        return self._works_by_rows() and _packs(self, (self.self_attn,), (self.norm1, self.norm2))
 
     def _works_by_rows(self) -> bool:
         """Whether all in it but attention turns each row into one that depends on no other, and nobody watches."""
@@ -299,9 +298,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         """Whether a stack may run on packed sequences: as in ``TransformerEncoderLayer``."""
         own = _own_blocks(self, nn.TransformerDecoderLayer, "_sa_block", "_mha_block", "_ff_block")
         attentions = self.self_attn, self.multihead_attn
-        by_rows = plain(self, TransformerDecoderLayer) and _by_rows_but_for(self, *attentions)
-        by_rows = by_rows and all(map(_attends_packed, attentions))
-        return own and by_rows and _drops_as_padded(self, self.norm1, self.norm2, self.norm3)
+        whole = own and plain(self, TransformerDecoderLayer) and _by_rows_but_for(self, *attentions)
+        return whole and _packs(self, attentions, (self.norm1, self.norm2, self.norm3))
 
     def _chains(self) -> bool:
         """Whether a stack may call ``_pre_norm`` in place of the layer."""
@@ -321,6 +319,11 @@ def enter(x: Tensor, pending: Pending | None, norm: nn.Module, **options: Any) -
         return norm(x), x
     f, dropout, _ = pending
     return add_norm(f, x, dropout, norm, **options)
+
+
+def _packs(layer: Any, attentions: Sequence[nn.Module], norms: Sequence[nn.Module]) -> bool:
+    """Whether packed sequences give what padded ones give in a layer that works by rows but for its attentions."""
+    return all(map(_attends_packed, attentions)) and _drops_as_padded(layer, *norms)
 
 
 def _attends_packed(attention: Any) -> bool:
@@ -357,15 +360,8 @@ def attend(
     attention: nn.Module, x: Tensor, memory: Tensor, mask: Any, key_padding_mask: Tensor | None, is_causal: bool
 ) -> Tensor:
     """The attention sublayer without its dropout."""
-    return attention(
-        x,
-        memory,
-        memory,
-        attn_mask=mask,
-        key_padding_mask=key_padding_mask,
-        need_weights=False,
-        is_causal=is_causal,
-    )[0]
+    masks: Any = {"attn_mask": mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+    return attention(x, memory, memory, need_weights=False, **masks)[0]
 
 
 def floating(mask: Any, x: Tensor) -> Any:

@@ -27,9 +27,8 @@ T = TypeVar("T")
 _FORMS = 1 << 16  # of one function; past eight a process would run what it proves next without compiling it
 
 # where torch has it, else what follows a graph break counts for the model's class
-_ISOLATED: dict[str, Any] = {
-    name: True for name in ("isolate_recompiles",) if name in inspect.signature(torch.compile).parameters
-}
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+_ISOLATED: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
 
 NOT_RUN = "it was not run under torch.compile: {}"
 _DRAWS = "the model draws random numbers for more than dropout ({}), and compiled code draws others"

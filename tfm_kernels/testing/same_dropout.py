@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import dropout
 
 _aten = torch.ops.aten
-_SEED: tuple = (0, 2**63 - 1, [])  # what ``dropout.draw_seed`` calls randint with
+_SEED: tuple = (0, dropout.SEEDS, [])  # what ``dropout.draw_seed`` calls randint with
 _DROPOUTS = {_aten.bernoulli_.float, _aten.native_dropout.default}
 _AT_ONCE = 1 << 15  # elements, whose draws stay in a CPU's caches: all at once take up to four times as long
 
@@ -86,7 +86,7 @@ class _InGraph(_SameDropout):
 
     def _seed(self, device: torch.device) -> Tensor:
         last = self._last.get(device.type)
-        self._last[device.type] = dropout.draw_seed(device) if last is None else _aten.random.to(last, _SEED[1])
+        self._last[device.type] = dropout.draw_seed(device) if last is None else _aten.random.to(last, dropout.SEEDS)
         return self._last[device.type]
 
     def _mask(self, device: torch.device, p: float, rows: int, columns: int) -> Tensor:
