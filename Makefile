@@ -20,7 +20,7 @@ SANITIZED := build/sanitized
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: build triton lint test test-all rest ops patched simt aside ptx ptx-attention interpreted interpreted-attention \
-  sanitize sanitized-cpu sanitized-cuda aarch64 demo bench gpu clean
+  sanitize sanitized-cpu sanitized-cuda aarch64 macos demo bench gpu clean
 
 $(VENV)/deps: setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -110,6 +110,10 @@ sanitized-cuda:
 # the C++ kernels built for aarch64 and tested by emulation; what it needs and costs is said in the script
 aarch64: $(VENV)/deps
 	PYTHON=$(abspath $(BIN))/python TORCH=$(TORCH) tests/aarch64.sh $(TESTS)
+
+# compiled and linked for a Mac, not run
+macos: $(VENV)/deps
+	PYTHON=$(abspath $(BIN))/python TORCH=$(TORCH) tests/macos.sh
 
 # it runs on the CPU: where there is no GPU it does not wait for nvcc
 demo: $(VENV)/deps

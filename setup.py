@@ -4,7 +4,7 @@ without a GPU, for any torch), the Python part everywhere.
     pip install --no-build-isolation .        (or -e . to work on it)
 
 MAX_JOBS                 how many compilers run at once
-CXX                      the C++20 compiler, with flags if need be ("g++ -fsanitize=address")
+CXX                      the C++20 compiler (g++, clang++), with flags if need be ("g++ -fsanitize=address")
 TFM_KERNELS_ISAS         which of "AVX2 AVX512" to compile for, beside plain C++; unset: both, and the processor decides
 TFM_KERNELS_CUDA_ARCHS   the GPUs to compile for, such as "80;90a"; unset: those that are here, else "80;90a"; "": none
 """
@@ -29,13 +29,14 @@ TORCH = find_spec("torch")  # found, never imported
 CXX = os.environ.get("CXX", "c++")
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 DEFAULT_ARCHS = "80;90a"
+MACOS = sysconfig.get_platform().startswith("macosx")  # what is built for, which need not be what builds
 # what is computed does not depend on which products and sums a compiler happens to fuse: tests/simt gets the same bits
 NVCC_FLAGS = "-O3 -fmad=false"
 
 # Every csrc/cpu/*.cpp is compiled once per instruction set. The order is the order of linking, and it matters: of an
 # inline function that several objects hold, the linker keeps the first, which must be the one that runs everywhere.
 ISAS = {"DEFAULT": ""}
-if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for, which need not be what builds
+if sysconfig.get_platform().endswith(("x86_64", "amd64")):
     ISAS["DEFAULT"] = "-O2"  # for processors of before 2013: compiled in half the time
     ISAS["AVX2"] = "-mavx2 -mfma -mf16c"
     # gcc 12 warns of its own AVX-512 headers; left alone it would use only half of each 64-byte register
@@ -55,9 +56,16 @@ for isa in LEFT_OUT:
 # choice between results, such as an activation's, to one number at a time.
 CXX_FLAGS = " ".join(["-O3 -fno-math-errno -fno-trapping-math", *(f"-DTFM_WITHOUT_{isa}" for isa in LEFT_OUT)])
 
+# Apple's compiler takes OpenMP only like this, and has neither its header nor its library: torch brings both. The
+# library names a folder of torch's own build as its place: not linked, it is found in the process, as torch loads it.
+OPENMP, LINKED = "-fopenmp", "-shared -fopenmp -Wl,--no-as-needed"
+if MACOS:
+    OPENMP, LINKED = "-Xclang -fopenmp", "-shared -undefined dynamic_lookup -Wl,-rpath,{torch}/lib"
+
 RULES = """\
 cxx = {cxx}
-common = -std=c++20 {cxx_flags} -DNDEBUG -fPIC -fvisibility=hidden -fopenmp -Wall -Wextra -Wno-psabi
+common = -std=c++20 {cxx_flags} -DNDEBUG -fPIC -fvisibility=hidden {openmp} -Wall -Wextra -Wno-psabi $
+  -Wno-inline-namespace-reopened-noninline
 headers = -isystem {torch}/include -isystem {python}
 torch = -L{torch}/lib -ltorch -ltorch_cpu -ltorch_python -lc10
 nvcc = {nvcc}
@@ -70,7 +78,7 @@ rule cxx
   deps = gcc
   description = c++ $in $isa
 rule link
-  command = $cxx -shared -fopenmp -Wl,--no-as-needed $in $torch -o $out
+  command = $cxx {linked} $in $torch -o $out
   description = link $out
 rule nvcc
   command = $nvcc -MMD -MF $out.d -std=c++20 {nvcc_flags} -DNDEBUG $gpus -Xcompiler -fPIC,-fvisibility=hidden $
@@ -154,7 +162,7 @@ class NinjaBuild(build_ext):
         about = definitions(ARCHS=" ".join(ARCHS), VERSION=cuda_version(), FLAGS=NVCC_FLAGS) if ARCHS else ""
         graph = RULES.format(
             cxx=CXX, torch=torch, python=sysconfig.get_path("include"), nvcc=NVCC, gpus=gencode(ARCHS), about=about,
-            nvcc_flags=NVCC_FLAGS, cxx_flags=CXX_FLAGS,
+            nvcc_flags=NVCC_FLAGS, cxx_flags=CXX_FLAGS, openmp=OPENMP, linked=LINKED.format(torch=torch),
         )  # fmt: skip
         for extension in self.extensions:
             add = cuda_objects if extension.name.endswith("_cuda") else cpu_objects
@@ -188,6 +196,8 @@ if TORCH is None:
         "pip install --no-build-isolation .",
         file=sys.stderr,
     )
+elif sys.platform == "win32":
+    print("tfm_kernels: on Windows only the Python part is installed; WSL builds the kernels, too", file=sys.stderr)
 else:
     extensions.append(Extension("tfm_kernels._C", sources("csrc/*.cpp", "csrc/cpu/*.cpp")))
     if ARCHS:

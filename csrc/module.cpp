@@ -75,7 +75,14 @@ PYBIND11_MODULE(_C, m) {
     info["int8_tiles"] = tfm_kernels::has_int8_tiles();
     info["amd"] = false;
 #if defined(__x86_64__)
-    info["instruction_sets"] = "DEFAULT AVX2 AVX512";
+    std::string sets = "DEFAULT";
+#if !defined(TFM_WITHOUT_AVX2)
+    sets += " AVX2";
+#endif
+#if !defined(TFM_WITHOUT_AVX512)
+    sets += " AVX512";
+#endif
+    info["instruction_sets"] = sets;
     info["amd"] = static_cast<bool>(__builtin_cpu_is("amd"));
 #elif defined(__aarch64__)
     info["instruction_sets"] = "NEON";

@@ -7,18 +7,20 @@
 # 4 minutes of one core for the build; 210 of the tests took 5 minutes. `rm -r build/aarch64` starts anew, as another
 # torch asks for.
 #
-#   PYTHON  the x86-64 Python that builds, with setuptools and ninja
-#   TORCH   what pip installs as torch
+#   PYTHON    the x86-64 Python that builds, with setuptools and ninja
+#   TORCH     what pip installs as torch
+#   COMPILER  aarch64-linux-gnu-g++, or another: "clang++-19 --target=aarch64-linux-gnu" is near to what Macs have
 set -euo pipefail
 cd "$(dirname "$0")/.."
 place=$PWD/build/aarch64
+compiler=${COMPILER:-aarch64-linux-gnu-g++}
 root=$place/root site=$place/site cross=$place/cross
 mkdir -p "$place"
 
 # Debian's Python for aarch64, unpacked: none of its programs runs while it is made.
 if [ ! -e "$root/done" ]; then
   rm -rf "$root"
-  packages=python3.11,libpython3.11-dev,libstdc++6
+  packages=python3.11,libpython3.11-dev,libstdc++6,libomp-dev
   mmdebstrap --variant=extract --architectures=arm64 --include="$packages" bookworm "$root"
   # qemu shows programs the host's own description of its processor, which libraries for aarch64 trip over
   mkdir -p "$root/proc"
@@ -53,7 +55,8 @@ mkdir -p "$cross/aarch64-linux-gnu"
 cp -r "$root/usr/include/python3.11" "$cross/"
 cp -r "$root/usr/include/aarch64-linux-gnu/python3.11" "$cross/aarch64-linux-gnu/"
 cp "$root"/usr/lib/python3.11/_sysconfigdata__aarch64-linux-gnu.py "$cross/"
-CXX="aarch64-linux-gnu-g++ -isystem $cross -isystem $cross/python3.11" TFM_KERNELS_CUDA_ARCHS= \
+case $compiler in *clang*) compiler+=" -Wno-unused-command-line-argument $(printf -- '-L%s ' "$root"/usr/lib/llvm-*/lib)" ;; esac
+CXX="$compiler -isystem $cross -isystem $cross/python3.11" TFM_KERNELS_CUDA_ARCHS= \
   PYTHONPATH=$cross:$site _PYTHON_HOST_PLATFORM=linux-aarch64 \
   _PYTHON_SYSCONFIGDATA_NAME=_sysconfigdata__aarch64-linux-gnu "$PYTHON" setup.py -q build_ext --inplace
 

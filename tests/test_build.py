@@ -6,6 +6,8 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,25 @@ def test_no_other_instruction_sets(described, monkeypatch):
             described()
 
 
+@pytest.mark.parametrize("kind", ["macosx-14.0-arm64", "macosx-10.13-universal2"])
+def test_a_mac_takes_openmp_of_torch(kind, described, monkeypatch):
+    """`make macos` compiles and links with these words."""
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: kind)
+    made, told = described(nvcc=None)
+    assert set(made["ISAS"]) == {"DEFAULT"} and names(told) == ["tfm_kernels._C"]
+    assert made["OPENMP"] == "-Xclang -fopenmp"
+    assert made["LINKED"].split() == ["-shared", "-undefined", "dynamic_lookup", "-Wl,-rpath,{torch}/lib"]
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: "linux-x86_64")
+    made, _ = described(nvcc=None)
+    assert made["OPENMP"] == "-fopenmp" and "-fopenmp" in made["LINKED"].split()
+
+
+def test_windows_gets_the_python_part(described, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "win32")
+    _, told = described(nvcc=None)
+    assert names(told) == [] and "on Windows only the Python part is installed" in capsys.readouterr().err
+
+
 def test_without_nvcc_everything_else_is_built_and_it_is_said(described, capsys):
     _, told = described(nvcc=None, gpus="9.0\n")
     assert names(told) == ["tfm_kernels._C"]
@@ -129,8 +150,11 @@ def test_activations_are_computed_by_vectors(isa, described, tmp_path):
         pytest.skip(f"{isa} is of another processor")
     compiler = made["CXX"].split()
     about = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
-    if "Free Software Foundation" not in about:
-        pytest.skip("only gcc's report of its loops is read")
+    clang = "clang" in about
+    report, said = ("-Rpass=loop-vectorize", "vectorized loop") if clang else ("-fopt-info-vec", "loop vectorized")
+    above = 1 if clang else 0  # it names the line of the pragma
+    if not clang and "Free Software Foundation" not in about:
+        pytest.skip("only gcc's and clang's reports of their loops are read")
     lines = ['#include "activation.h"', "namespace tfm_kernels {"]
     loops = {}
     for name in ACTIVATIONS:
@@ -146,9 +170,9 @@ def test_activations_are_computed_by_vectors(isa, described, tmp_path):
             loops[f"{name} {what}"] = len(lines)
     (tmp_path / "loops.cpp").write_text("\n".join([*lines, "}"]))
     found = subprocess.run(
-        [*compiler, "-std=c++20", *made["CXX_FLAGS"].split(), "-fopenmp", *made["ISAS"][isa].split(),
-         f"-DCPU_CAPABILITY={isa}", f"-I{ROOT / 'csrc/cpu'}", "-fopt-info-vec", "-c", "loops.cpp", "-o", "loops.o"],
+        [*compiler, "-std=c++20", *made["CXX_FLAGS"].split(), *made["OPENMP"].split(), *made["ISAS"][isa].split(),
+         f"-DCPU_CAPABILITY={isa}", f"-I{ROOT / 'csrc/cpu'}", report, "-c", "loops.cpp", "-o", "loops.o"],
         cwd=tmp_path, capture_output=True, text=True, check=True,
     ).stderr  # fmt: skip
-    scalar = [name for name, line in loops.items() if not re.search(rf"loops.cpp:{line}:.*loop vectorized", found)]
+    scalar = [name for name, line in loops.items() if not re.search(rf"loops.cpp:{line - above}:.*{said}", found)]
     assert scalar == []

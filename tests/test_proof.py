@@ -257,6 +257,24 @@ def test_bad_arguments(model, change, error, message):
         tfk.prove(arguments.pop("model"), arguments.pop("inputs"), **arguments)
 
 
+class OnMPS(torch.Tensor):
+    """A tensor that says it is on a Mac's GPU, and holds nothing."""
+
+    @staticmethod
+    def __new__(cls, *shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device="mps")
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(function)
+
+
+def test_what_has_no_float64_is_refused(model):
+    model.register_buffer("there", OnMPS(3))
+    with pytest.raises(ValueError, match="prove: MPS has no float64, .*; move the model and its inputs to the CPU"):
+        tfk.prove(model, inputs())
+
+
 def test_a_wrong_call_raises_the_originals_own_error(model):
     with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
         tfk.prove(model, {"y": torch.ones(1)})

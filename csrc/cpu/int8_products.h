@@ -174,7 +174,8 @@ void integer_dots(int64_t n, int64_t k, const int8_t* w, int64_t w_ld, const typ
 template <typename P>
 void integer_dots(int64_t n, int64_t rows, int64_t k, const int8_t* w, int64_t w_ld,
                   const typename P::E* x, int64_t filled, int32_t* out, int64_t ld) {
-  for (int64_t r = 0; r < rows;) {
+  int64_t r = 0;
+  while (r < rows) {
     const auto take = [&](auto some) {
       integer_dots<P, some()>(n, k, w, w_ld, x + r * filled, filled, out + r, ld);
       r += some();

@@ -1,5 +1,6 @@
 """bfloat16 on the CPU, both ways: multiplied as it is stored where the processor can, widened to float32 elsewhere."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,8 @@ def test_few_rows_without_amx(call, rows):
 
 def hold_the_contract(isa, without, call):
     """The contract of a call in a process whose processor lacks what oneDNN may not use."""
-    environment = {"PATH": "/usr/bin:/bin", "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": str(ROOT)}
+    places = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {"PATH": "/usr/bin:/bin", "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": places}
     code = CODE.replace("{without}", without).replace("{call}", call)
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "held\n", done.stderr

@@ -35,10 +35,11 @@ def beam_search(
     first_row = torch.arange(batch, device=device).unsqueeze(1) * beams
     decoder.expand(beams)
     scores = scores.repeat_interleave(beams, 0)
-    sums = torch.full((batch, beams), -torch.inf, device=device, dtype=torch.float64)
+    summed = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    sums = torch.full((batch, beams), -torch.inf, device=device, dtype=summed)
     sums[:, 0] = 0.0  # at first all beams of a sentence are the same: one of them counts
     prefixes = torch.zeros(batch, beams, 0, dtype=torch.int64, device=device)
-    best = torch.full((batch,), -torch.inf, device=device, dtype=torch.float64)
+    best = torch.full((batch,), -torch.inf, device=device, dtype=summed)
     best_tokens = torch.zeros(batch, steps, dtype=torch.int64, device=device)
     best_length = torch.zeros(batch, dtype=torch.int64, device=device)
     stop = torch.zeros(vocab, dtype=torch.bool, device=device)

@@ -129,8 +129,9 @@ class PositionalEncoding(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Computes ``pe``; call it after ``to_empty`` where the module was made on the meta device."""
-        position = torch.arange(self.max_len, device=self.pe.device, dtype=torch.float64).unsqueeze(1)
-        pairs = torch.arange(0, self.d_model, 2, device=self.pe.device, dtype=torch.float64)
+        # on the CPU, because not every device has float64: MPS does not
+        position = torch.arange(self.max_len, device="cpu", dtype=torch.float64).unsqueeze(1)
+        pairs = torch.arange(0, self.d_model, 2, device="cpu", dtype=torch.float64)
         angle = position * torch.exp(pairs * (-math.log(10000.0) / self.d_model))  # (max_len, ceil(E / 2))
         table = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)[:, : self.d_model]
         self.pe.copy_(table)

@@ -285,6 +285,10 @@ def _check(model: Any, loss_fn: Any, dtype: Any, count: Any, limit: Any, compile
             f"prove: TorchScript has compiled {compiled}, whose gradients cannot be had in float64; give it "
             "requires_grad_(False), or prove the model before"
         )
+    if any(tensor.device.type == "mps" for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "prove: MPS has no float64, which proofs are made in; move the model and its inputs to the CPU"
+        )
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"prove: loss_fn must be a function or None, got {type(loss_fn).__name__}")
     if dtype is not None and dtype not in DTYPES:

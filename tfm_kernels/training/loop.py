@@ -256,7 +256,7 @@ def evaluate(
         with autocast(config.precision, device):
             logits, targets = objective.scores(tuple(ids.to(device) for ids in inputs), targets)
         found = cross_entropy(logits, targets), correct(logits, targets), counted(targets)
-        sums += torch.stack([value.double() for value in found]).cpu()
+        sums += torch.stack([value.cpu().double() for value in found])
     loss, right, count = sums.tolist()
     count = count or math.nan  # a mean over nothing is no number
     return {"validation_loss": loss / count, "validation_accuracy": right / count}
