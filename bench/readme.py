@@ -1,4 +1,4 @@
-"""README's generated tables: who can run what, what was measured, how far other processors range, and a GPU's."""
+"""The generated tables: in README who can run what and how far speeds range, in bench/RESULTS.md case by case."""
 
 from __future__ import annotations
 
@@ -16,35 +16,45 @@ from tfm_kernels.bench import record
 from . import places
 from .gpu import summary
 
-README = places.ROOT / "README.md"
 # folder of results -> the processor, of which the machine itself says less
-OTHERS = {
+PROCESSORS = {
     "cpu-avx2": "AMD EPYC of the Zen 3 kind: AVX2, no AVX-512",
     "cpu-zen4": "AMD EPYC of the Zen 4 kind: AVX-512, AVX512_BF16",
+    "cpu": "Intel Xeon: AVX-512, AVX512_FP16, AMX",
 }
 
 
-def rewrite() -> bool:
-    """Brings README.md up to date; whether it had to be changed."""
-    before = README.read_text()
-    after = render(before)
-    README.write_text(after)
-    return before != after
+def rewrite() -> list[str]:
+    """Brings the files up to date; the names of those that had to be changed."""
+    changed = []
+    for path in (places.ROOT / "README.md", places.ROOT / "bench" / "RESULTS.md"):
+        before = path.read_text()
+        after = render(before)
+        if before != after:
+            path.write_text(after)
+            changed.append(path.name)
+    return changed
 
 
 def render(text: str) -> str:
-    """README's text with its tables made anew between their markers."""
-    text = _between(text, "matrix", matrix())
-    text = _between(text, "measured", measured(record.load(places.RESULTS / "cpu")))
-    text = _between(text, "gpu", summary.markdown(record.load(places.RESULTS / "h200")))
-    return _between(text, "ranges", ranges({name: record.load(places.RESULTS / name) for name in OTHERS}))
+    """A file's text with the tables between its markers, <!-- ranges:begin --> and <!-- ranges:end -->, made anew."""
+
+    def table(found: re.Match[str]) -> str:
+        return f"{found[1]}{_table(found[2])}\n{found[3]}"
+
+    return re.sub(r"(<!-- ([a-z0-9-]+):begin -->\n).*?(<!-- \2:end -->)", table, text, flags=re.DOTALL)
 
 
-def _between(text: str, name: str, content: str) -> str:
-    pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise ValueError(f"README.md must hold the markers <!-- {name}:begin --> and <!-- {name}:end -->")
-    return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+def _table(name: str) -> str:
+    if name == "matrix":
+        return matrix()
+    if name == "ranges":
+        return ranges({folder: record.load(places.RESULTS / folder) for folder in PROCESSORS})
+    if name == "gpu-ranges":
+        return summary.ranges(record.load(places.RESULTS / "h200"))
+    if name == "gpu":
+        return summary.markdown(record.load(places.RESULTS / "h200"))
+    return measured(record.load(places.RESULTS / name))
 
 
 def matrix() -> str:
@@ -172,11 +182,7 @@ def measured(results: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         lines += [line for group in result["groups"] if group["headline"] for line in _measured_lines(group)]
         lines.append("")
-    lines.append(
-        "PyTorch: the faster of eager and, where it was tried, `torch.compile`. Ours: automatic choice. Medians of "
-        "runs taken in turns; limit: the slower of a copy of the same bytes and the library's own matrix product."
-    )
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
 
 
 def _measured_lines(group: Mapping[str, Any]) -> list[str]:
@@ -200,7 +206,7 @@ def ranges(folders: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     former is noticeable.
 
     Args:
-        folders: name in OTHERS -> its results by op.
+        folders: name in PROCESSORS -> its results by op.
     """
     stems = list(dict.fromkeys(stem for results in folders.values() for stem in results))
     names = {"layer_norm": "norms"}
@@ -212,7 +218,7 @@ def ranges(folders: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         (threads,) = {result["environment"]["threads"] for result in results.values()}
         for dtype in dict.fromkeys(group["dtype"] for result in results.values() for group in result["groups"]):
             cells = [_range(results[stem]["groups"] if stem in results else (), dtype) for stem in stems]
-            lines.append(f"| {OTHERS[folder]}; {threads} threads | {dtype} | {' | '.join(cells)} |")
+            lines.append(f"| {PROCESSORS[folder]}; {threads} threads | {dtype} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -225,10 +231,4 @@ def _range(groups: Iterable[Mapping[str, Any]], dtype: str) -> str:
                 theirs = record.best_torch(group, row["direction"])["median"]
                 if theirs >= record.NOTICEABLE:
                     found[row["direction"]].append(theirs / row["median"])
-    ends = [dict.fromkeys((_times(min(values)), _times(max(values)))) for values in found.values() if values]
-    return "; ".join(" to ".join(pair) for pair in ends) or "-"
-
-
-def _times(ratio: float) -> str:
-    """Three digits below 2, where they decide, and two above."""
-    return f"{ratio:.2f}" if ratio < 1.995 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
+    return "; ".join(summary.ends(values) for values in found.values() if values) or "-"

@@ -2,7 +2,7 @@
 
 python -m bench.report             the tables of bench/results
 python -m bench.report --quick     those of the last `python -m bench --quick`
-python -m bench.report --readme    rewrites README.md's tables between their markers
+python -m bench.report --readme    rewrites the tables of README.md and bench/RESULTS.md between their markers
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", nargs="?", type=Path, help="where the result files lie, such as bench/results/cpu")
     parser.add_argument("--quick", action="store_true", help="read what `python -m bench --quick` wrote")
-    parser.add_argument("--readme", action="store_true", help="rewrite the tables in README.md")
+    parser.add_argument("--readme", action="store_true", help="rewrite the tables in README.md and RESULTS.md")
     options = parser.parse_args(arguments)
     if options.readme:
-        print("README.md:", "rewritten" if readme.rewrite() else "was up to date")
+        print("rewritten:", ", ".join(readme.rewrite()) or "nothing, all was up to date")
         return 0
     folder = options.folder or (places.QUICK_RESULTS if options.quick else places.RESULTS) / "cpu"
     results = record.load(folder)

@@ -181,7 +181,10 @@ def test_readmes_table_names_the_fastest_that_pytorch_has():
         "| `attention` | T512 | bfloat16 | forward | 10 | 15 (cudnn) | 1.50x | 80% |",
         "| `attention` | T512 | bfloat16 | with backward | 40 | 20 (torch) | 0.50x | 20% |",
     ]
-    assert "Nothing is measured" in summary.markdown({})
+    told = summary.ranges({"speed": {"environment": NOW, "groups": [group, both, {**both, "op": "ffn"}, *others]}})
+    assert told.splitlines() == ["| GPU | `attention` | `ffn` |", "|---|---:|---:|",
+                                 f"| {NOW['gpu']} | 1.50; 0.50 | 0.50 |"]  # fmt: skip
+    assert "Nothing is measured" in summary.markdown({}) and "Nothing is measured" in summary.ranges({})
 
 
 def test_table_of_a_recorded_example(tmp_path, capsys):

@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 
 import tfm_kernels as tfk
 from bench import __main__ as door
-from bench import readme
+from bench import places, readme
 from bench import report as tables
 from tfm_kernels import Mask, _backend
 from tfm_kernels.bench import gate, grid, limits, measure, record, report, shapes, timing
@@ -264,8 +265,11 @@ def test_command_line(tmp_path, capsys, monkeypatch):
 
 
 def test_readme_is_up_to_date():
-    text = readme.README.read_text()
-    assert text == readme.render(text), "run `python -m bench.report --readme`"
+    held = {"README.md": {"matrix", "ranges", "gpu-ranges"}, "bench/RESULTS.md": {*readme.PROCESSORS, "gpu"}}
+    for name, tables_in in held.items():
+        text = (places.ROOT / name).read_text()
+        assert text == readme.render(text), "run `python -m bench.report --readme`"
+        assert set(re.findall("<!-- ([a-z0-9-]+):end -->", text)) == tables_in
 
 
 def test_an_installed_package_asks_no_git(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ class Case(ABC):
         passes: "infer", "train" or both.
         compiled: whether torch.compile competes; it costs seconds a case, so only where it fuses something.
         quick: whether ``--quick`` runs it.
-        headline: whether README's table shows it.
+        headline: whether the table in bench/RESULTS.md shows it.
     """
 
     op: str
