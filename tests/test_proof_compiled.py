@@ -360,3 +360,27 @@ def test_what_a_compiler_is_told_to_leave_alone_is_not_compiled():
     assert not compiled.is_compiled(model)
     model.forward = torch.compile(nn.Sequential.forward)
     assert compiled.is_compiled(model)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_what_drops_everything_draws_nothing(p):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(8), nn.Dropout(p), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3))
+    report = tfk.prove(model, torch.randn(4, 6, 8), compile=True)
+    assert report.passed and rows(report), report.table()
+
+
+def test_what_was_compiled_is_forgotten():
+    def living():
+        gc.collect()
+        return sum(issubclass(type(each), torch.fx.GraphModule) for each in gc.get_objects())
+
+    def run():
+        form = compiled.Compiled(small(), torch.device("cpu"))
+        with form.same_dropout():
+            form(torch.randn(4, 8)).sum().backward()
+
+    run()
+    before = living()
+    run()
+    assert living() <= before

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
+from tfm_kernels.bench import model as bench
 
 APART = "prove: a copy of Model runs parts of the model itself"
 
@@ -126,3 +127,39 @@ def test_gradients_may_be_sparse(trained):
     report = tfk.prove(model, ids)
     assert report.passed and trained is (("gradient", "0") in {(row.kind, row.module) for row in report.rows})
     assert model[0].weight.grad is before and torch.equal(before.to_dense(), numbers)
+
+
+class Itself(nn.Linear):
+    """Kept out of copies, as frozen teachers are."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class ItsWeight(nn.Module):
+    def __init__(self, weight=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8)) if weight is None else weight
+
+    def __deepcopy__(self, memo):
+        return ItsWeight(self.weight)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("part", [Itself(8, 8), ItsWeight()], ids=["module", "parameter"])
+@pytest.mark.parametrize("made", [tfk.prove, bench.compare], ids=["prove", "bench"])
+def test_what_a_copy_would_share_is_refused_before_it_is_changed(made, part):
+    model = nn.Sequential(nn.LayerNorm(8), part)
+    with pytest.raises(ValueError, match=r"Sequential cannot be copied: 1(\.weight)? would be shared by the copy"):
+        made(model, torch.randn(5, 8))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert type(model[0]) is nn.LayerNorm and model(torch.randn(5, 8)).shape == (5, 8)
+
+
+def test_a_gradient_of_inference_mode_is_kept():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    with torch.inference_mode():
+        model[1].weight.grad = kept = torch.randn(8)
+    assert tfk.prove(model, torch.randn(5, 8)).passed and model[1].weight.grad is kept

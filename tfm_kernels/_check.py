@@ -97,7 +97,7 @@ def probability(op: str, name: str, value: float) -> None:
 
 
 def seed(op: str, dropout_p: float, value: Tensor | None, device: torch.device) -> Tensor | None:
-    """The seed a call will use: None without dropout, the given one, or a fresh draw from torch's generator."""
+    """The seed a call will use: None without dropout, the given one, or a fresh one (``dropout.draw_seed``)."""
     probability(op, "dropout_p", dropout_p)
     tensor(op, "seed", value, optional=True)
     if value is not None:
@@ -109,7 +109,7 @@ def seed(op: str, dropout_p: float, value: Tensor | None, device: torch.device) 
             raise ValueError(f"{op}: seed must be on {device}, the call's device, got {value.device}")
     if dropout_p == 0.0:
         return None
-    return dropout.draw_seed(device) if value is None else value
+    return dropout.draw_seed(device, dropout_p) if value is None else value
 
 
 def dropout_rows(op: str, value: Tensor | None, rows: int) -> None:

@@ -76,6 +76,11 @@ def attention_rows(batch: int, heads: int, queries: int, device: torch.device | 
     return torch.arange(batch * heads * queries, device=device).view(batch, heads, queries)
 
 
-def draw_seed(device: torch.device | str) -> Tensor:
-    """A fresh () int64 seed on ``device`` from torch's generator, so torch.manual_seed repeats a run."""
+def draw_seed(device: torch.device | str, p: float = 0.5) -> Tensor:
+    """A fresh () int64 seed on ``device`` from torch's generator, so torch.manual_seed repeats a run.
+
+    Where ``p`` is 1 it is 0, and nothing is drawn, as PyTorch draws nothing for a dropout that drops everything.
+    """
+    if p >= 1.0:
+        return torch.zeros((), dtype=torch.int64, device=device)
     return torch.randint(0, SEEDS, (), dtype=torch.int64, device=device)

@@ -1,5 +1,7 @@
 """A model beside its patched self, where no command is needed to see it: its inputs, its copies, a GPU's samples."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -24,7 +26,9 @@ def test_the_users_model_is_left_as_it_was(encoder):
     assert encoder.training and not settings(encoder)
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     tfk.patch(encoder)
+    state = torch.get_rng_state()
     assert model.compare(encoder, x, train=True, seconds=0.0).training and len(settings(encoder)) == 1
+    assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -71,13 +75,14 @@ def test_an_output_of_several_parts_is_differentiated_whole():
 
 def test_samples_of_a_gpu_wait_for_it_and_its_memory_is_its_own(encoder, monkeypatch):
     """There is none: what torch.cuda would be asked is answered here."""
-    gpu, waits, seen = torch.device("cuda", 0), [], []
+    gpu, waits, seen, forked = torch.device("cuda", 0), [], [], []
     monkeypatch.setattr(model, "_gpus", lambda *_: [gpu])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4000)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forked.append(devices) or contextlib.nullcontext())
     real = model.interleaved.race_calls
 
     def race_calls(*args, **kwargs):
@@ -89,5 +94,5 @@ def test_samples_of_a_gpu_wait_for_it_and_its_memory_is_its_own(encoder, monkeyp
     monkeypatch.setattr(model.interleaved, "race_calls", race_calls)
     report = model.compare(encoder, torch.randn(2, 5, 16), seconds=0.0)
     assert seen == [2 * (1 + 2 + 1 + 3)] and set(waits) == {gpu}
-    assert [runner.memory for runner in report.runners] == [3000, 3000]
+    assert [runner.memory for runner in report.runners] == [3000, 3000] and forked[-1] == [gpu]
     assert report.environment["gpu"] == "a GPU" and " on a GPU, torch " in report.table()

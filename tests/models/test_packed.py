@@ -247,3 +247,32 @@ def test_a_sight_that_differs_from_row_to_row_runs_padded(packed):
 def test_a_batch_of_nothing_but_padding_is_0_but_for_its_first_position(packed):
     features = small("masked").features(torch.zeros(2, 5, dtype=torch.long))
     assert (features[:, 1:] == 0).all() and (features[:, 0] != 0).all() and not packed
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(
+    "norm", [nn.Identity(), nn.Linear(16, 16, dtype=torch.float64), nn.Dropout(0.3), nn.GELU()], ids=str
+)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_final_norm_of_ones_own_drops_as_padded(norm_first, norm, drops, packed):
+    """A sum that no fused norm takes is dropped by PyTorch, by the shape that it has."""
+    model, ids = small("masked", dtype=torch.float64, norm_first=norm_first, dropout=0.3 * drops), inputs("masked")
+    model.encoder.norm = norm
+    found = trained(model.train(), ids, tokens("masked", ids))
+    assert bool(packed) is not (drops or isinstance(norm, nn.Dropout))
+    expected = padded(lambda: trained(model, ids, tokens("masked", ids)))
+    for name, tensor in expected.items():
+        assert_same_in_float64(found[name], tensor, name)
+
+
+def test_what_a_padded_target_may_see_of_the_memory_is_checked_alike(packed):
+    model, (_, target) = small("translation"), inputs("translation")
+    memory, of = torch.randn(3, 7, 16), tfk.Mask.lengths
+    for lengths in ([3, 4, 8], [3, 4, -1], [3, 4]):
+        with pytest.raises(ValueError, match="attention: mask's key_lengths must"):
+            model.decode(target, memory, of(torch.tensor(lengths)))
+    nothing = memory[:, :0]
+    assert torch.equal(model.decode(target, nothing, None), padded(lambda: model.decode(target, nothing, None)))
+    assert packed == []
+    model.decode(target, memory, of(torch.tensor([0, 7, 3])))
+    assert packed

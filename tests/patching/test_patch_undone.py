@@ -3,7 +3,7 @@
 import random
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from functools import partial
+from functools import cached_property, partial, partialmethod, wraps
 
 import numpy as np
 import pytest
@@ -148,6 +148,38 @@ class InItsMethods(nn.Module):
     made = classmethod(counted(lambda cls: None))
     told = staticmethod(counted(lambda: None))
     later = property(counted(lambda self: None))
+
+
+def counted(function):
+    @wraps(function)
+    def counting(*arguments):
+        counting.calls.append(1)
+        return function(*arguments)
+
+    counting.calls = []
+    return counting
+
+
+class Counting(nn.Module):
+    @property
+    @counted
+    def plain(self):
+        return 1.0
+
+    @cached_property
+    @counted
+    def cached(self):
+        return 1.0
+
+    half = partialmethod(counted(lambda self, n: n), 2)
+
+
+def test_what_functions_of_properties_hold_is_put_back():
+    model = Counting()
+    with undone(model):
+        assert (model.plain, model.cached, model.half()) == (1.0, 1.0, 2)
+    held = vars(Counting)
+    assert [f.calls for f in (held["plain"].fget, held["cached"].func, held["half"].func)] == [[], [], []]
 
 
 def test_what_methods_hold_is_put_back():

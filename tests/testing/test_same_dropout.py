@@ -99,6 +99,8 @@ def test_nothing_to_drop():
 @pytest.mark.parametrize(("p", "train"), [(0.0, True), (1.0, True), (P, False)])
 def test_the_gpus_operator_draws_no_seed_for_nothing(p, train, monkeypatch):
     monkeypatch.setattr(dropout, "draw_seed", None)
+    state = torch.get_rng_state()
     with same_dropout():
-        y, _ = torch.ops.aten.native_dropout(torch.ones(4, 9), p, train)
-    assert torch.equal(y, torch.full((4, 9), float(p < 1.0)))
+        y, keep = torch.ops.aten.native_dropout(torch.ones(4, 9), p, train)
+    assert torch.equal(y, torch.full((4, 9), float(p < 1.0))) and keep.dtype == torch.bool
+    assert torch.equal(state, torch.get_rng_state())

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _measured, interleaved, patching
 from .._version import __version__
-from ..patching.copying import copied
+from ..patching.copying import copied, copied_apart
 from ..proof import prove_patched
 from ..proof.compiled import Compiled, CompileFails, is_compiled, plain
 from ..proof.modules import replaced
@@ -150,7 +150,7 @@ def compare(
     """
     compiled = compiled or is_compiled(model)
     model = plain(model)
-    fused = copied(model).train(train)
+    fused = copied_apart(model).train(train)
     if not patching.settings(fused):
         patching.patch(fused, freeze=freeze)
     elif freeze:
@@ -179,7 +179,7 @@ def compare(
     if compiled:
         both = {COMPILED: stock, BOTH: fused}
         models |= {name: each for name, each in both.items() if name not in problems}
-    with torch.set_grad_enabled(train):
+    with torch.set_grad_enabled(train), torch.random.fork_rng(devices):
         calls = _calls(models, call, dtype, loss_fn, train, report.problems, progress)
         _time(report, calls, devices, seconds, progress)
     return report

@@ -81,12 +81,18 @@ def decoded(
 
 
 def _seen(memory: Tensor, mask: Mask | None) -> Tensor | None:
-    """(B, Ts) bool, what a mask of lengths shows of the memory; None for other masks."""
-    if mask is None or not mask.hides():
-        return torch.ones(memory.shape[:2], dtype=torch.bool)
-    if mask.key_lengths is None or mask.keep_matrix is not None or mask.has_band():
+    """(B, Ts) bool, what a mask of lengths shows of the memory; None for other masks, and for what is refused."""
+    batch, length = memory.shape[:2]
+    if length == 0:
         return None
-    return torch.arange(memory.shape[1]) < mask.key_lengths.unsqueeze(-1)
+    if mask is None or (isinstance(mask, Mask) and not mask.hides()):
+        return torch.ones(batch, length, dtype=torch.bool)
+    if not isinstance(mask, Mask) or mask.key_lengths is None or mask.keep_matrix is not None or mask.has_band():
+        return None
+    lengths = mask.key_lengths
+    if lengths.shape != (batch,) or bool((lengths < 0).any()) or bool((lengths > length).any()):
+        return None
+    return torch.arange(length) < lengths.unsqueeze(-1)
 
 
 def encoder_decoder(config: StackConfig, encoder_layers: int, decoder_layers: int, **factory: Any) -> fused.Transformer:

@@ -32,7 +32,7 @@ def with_weights(
     The weights are differentiable. PyTorch's own attention has no lse: in its place stands the written-out formula,
     which automatic choice takes as well where it is faster.
     """
-    seed = dropout.draw_seed(query.device) if dropout_p > 0.0 else None
+    seed = dropout.draw_seed(query.device, dropout_p) if dropout_p > 0.0 else None
     options: dict[str, Any] = {"bias": bias, "scale": scale, "dropout_p": dropout_p, "seed": seed}
     entry = _backend.OPS["attention"]
     named = backend if backend is not None else _backend.forced()

@@ -49,7 +49,7 @@ class Packed:
     def pack(self, x: Tensor) -> Tensor:
         """(B, T, E) -> (1, total, E)."""
         x = x if self.batch_first else x.transpose(0, 1)
-        return x.reshape(self.batch * self.length, -1).index_select(0, self.index).unsqueeze(0)
+        return x.flatten(0, 1).index_select(0, self.index).unsqueeze(0)
 
     def unpack(self, x: Tensor) -> Tensor:
         """(1, total, E) -> (B, T, E), with 0 where there is padding."""

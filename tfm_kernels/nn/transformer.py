@@ -19,9 +19,9 @@ from ..mask import Mask
 from . import _arguments
 from ._bypass import plain
 from .attention import causal_hint
-from .layer_norm import LayerNorm, add, norm_of_sum
+from .layer_norm import NORMS, LayerNorm, add, norm_of_sum
 from .packed import Packed, rows
-from .transformer_layer import Pending, TransformerDecoderLayer, TransformerEncoderLayer, at, by_rows, floating
+from .transformer_layer import Pending, TransformerDecoderLayer, TransformerEncoderLayer, at, by_rows, drops, floating
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -321,8 +321,11 @@ class Transformer(nn.Transformer):
 
 
 def _takes_packed(stack: Any, cls: type, layer_cls: Any) -> bool:
-    by_itself = plain(stack, cls) and (stack.norm is None or by_rows(stack.norm))
-    return by_itself and all(isinstance(layer, layer_cls) and layer._packs() for layer in stack.layers)
+    if not plain(stack, cls) or not all(isinstance(layer, layer_cls) and layer._packs() for layer in stack.layers):
+        return False
+    if stack.norm is None or not by_rows(stack.norm):
+        return stack.norm is None
+    return plain(stack.norm, *NORMS) or not drops(stack)  # a fused one takes the last sum, and is told the padded rows
 
 
 def _encoded(layers: Iterable[nn.Module], src: Tensor, *masks: Any) -> tuple[Tensor, Pending | None]:

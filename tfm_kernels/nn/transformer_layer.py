@@ -339,9 +339,17 @@ def _by_rows_but_for(layer: Any, *attentions: nn.Module) -> bool:
 
 def _drops_as_padded(layer: Any, *norms: nn.Module) -> bool:
     """Whether its dropouts, where they drop anything, are those of fused blocks, which are told the padded rows."""
-    if not any(dropout_p(module) for module in layer.modules() if isinstance(module, nn.Dropout)):
-        return True
-    return all(plain(norm, *NORMS) for norm in norms) and plain_linear(layer.linear1) and plain_linear(layer.linear2)
+    return (
+        not drops(layer)
+        or all(plain(norm, *NORMS) for norm in norms)
+        and plain_linear(layer.linear1)
+        and plain_linear(layer.linear2)
+    )
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether a dropout in it drops anything."""
+    return any(dropout_p(inner) for inner in module.modules() if isinstance(inner, nn.Dropout))
 
 
 def by_rows(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import patching
 from .._backend import use_backend
-from ..patching.copying import copied
+from ..patching.copying import copied_apart
 from ..proof.runs import Call, buffers_kept
 
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
@@ -23,7 +23,7 @@ _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 def plain(model: nn.Module) -> nn.Module:
     """A copy on the CPU, without patches and without the backends that its modules were given by name."""
-    own = copied(model).to("cpu").eval()
+    own = copied_apart(model).to("cpu").eval()
     patching.unpatch(own)
     for module in own.modules():
         if type(module).__module__.startswith(f"{__package__.partition('.')[0]}.nn.") and hasattr(module, "backend"):

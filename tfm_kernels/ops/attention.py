@@ -198,7 +198,7 @@ def _run(call: AttentionCall, backend: str) -> tuple[Tensor, Any]:
     if call.dropout_p == 0.0:
         seed = None
     elif seed is None:
-        seed = dropout.draw_seed(call.query.device)
+        seed = dropout.draw_seed(call.query.device, call.dropout_p)
     tensors, longest = (call.query, call.key, call.value), (call.max_seqlen_q, call.max_seqlen_k)
     if backend in KERNELS:
         window = [mask.top_left.low, mask.top_left.high, mask.bottom_right.low, mask.bottom_right.high]

@@ -37,6 +37,24 @@ def copied(model: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
     return new
 
 
+def copied_apart(model: nn.Module) -> nn.Module:
+    """``copied``, of which changing the copy's dtype or classes cannot change the model.
+
+    Raises:
+        ValueError: they would share a module or a parameter, which a ``__deepcopy__`` has handed on.
+    """
+    copy = copied(model)
+    parts = {id(each) for each in (*copy.modules(), *copy.parameters())}
+    named = (*model.named_modules(), *model.named_parameters())
+    shared = next((name or "all of it" for name, each in named if id(each) in parts), None)
+    if shared is not None:
+        raise ValueError(
+            f"{type(model).__name__} cannot be copied: {shared} would be shared by the copy, as a __deepcopy__ "
+            "in it hands on what it should copy"
+        )
+    return copy
+
+
 class _Rebound:
     """What stands, in a copy, for callables that hold parts of the model, and for containers of such.
 

@@ -72,8 +72,8 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _functions(attribute: Any) -> list[types.FunctionType]:
-    """The functions of a method, static or of the class or not, and of a property."""
-    found = [attribute, *(getattr(attribute, name, None) for name in ("__func__", "fget", "fset", "fdel"))]
+    """The functions of a method, static or of the class or not, and of a property, a cached one or a partial method."""
+    found = [attribute, *(getattr(attribute, name, None) for name in ("__func__", "fget", "fset", "fdel", "func"))]
     return [each for each in found if isinstance(each, types.FunctionType)]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import patching
 from ..patching import frozen, swap
-from ..patching.copying import copied
+from ..patching.copying import copied, copied_apart
 from . import compiled, modules, nearby, padding, precision, steps
 from .repeated import call_repeatedly
 from .repeated import compare as compare_repeated
@@ -141,7 +141,7 @@ def _proven(
     call = Call.of(inputs).to(dtype)
 
     progress("copying")
-    stock = copied(model)
+    stock = copied_apart(model)
     patching.unpatch(stock)
     stock = stock if dtype is None else stock.to(dtype)
     exact = precision.exact(stock)

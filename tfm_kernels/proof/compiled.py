@@ -8,6 +8,7 @@ import inspect
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -108,6 +109,7 @@ class Compiled:
         self.others: set[str] = set()
         backend = _inductor if dropping is None else functools.partial(_inductor_dropping, dropping, self.others)
         self._call = torch.compile(own, backend=functools.partial(backend, self._graphs), **_ISOLATED)
+        weakref.finalize(self, torch._dynamo.eval_frame.reset_code, own.__code__).atexit = False
 
     @property
     def graphs(self) -> int:

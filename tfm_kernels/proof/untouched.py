@@ -62,6 +62,11 @@ def _address(tensor: Tensor) -> int:
     return 0
 
 
+def _version(tensor: Tensor) -> int:
+    """How often it has been written into; what inference mode has made does not count, and no backward adds to it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @contextmanager
 def gradients_kept(model: nn.Module, loss_fn: Callable | None) -> Iterator[None]:
     """After the block the model's parameters have the gradients that they had before, whatever happened.
@@ -70,7 +75,7 @@ def gradients_kept(model: nn.Module, loss_fn: Callable | None) -> Iterator[None]
         ValueError: one was another at the end of the block.
     """
     before = [(each, each.grad, None if each.grad is None else each.grad.clone()) for each in model.parameters()]
-    versions = [None if gradient is None else gradient._version for _, gradient, _ in before]
+    versions = [None if gradient is None else _version(gradient) for _, gradient, _ in before]
     touched = False
     try:
         yield
@@ -78,7 +83,7 @@ def gradients_kept(model: nn.Module, loss_fn: Callable | None) -> Iterator[None]
         for (parameter, gradient, numbers), version in zip(before, versions, strict=True):
             touched |= parameter.grad is not gradient
             parameter.grad = gradient
-            if gradient is not None and numbers is not None and gradient._version != version:  # added to in place
+            if gradient is not None and numbers is not None and _version(gradient) != version:  # added to in place
                 touched = True
                 gradient.copy_(numbers)
     if touched:

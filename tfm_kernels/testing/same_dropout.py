@@ -38,7 +38,10 @@ class _SameDropout(TorchDispatchMode):
         if func is _aten.bernoulli_.float:  # the mask of a dropout on the CPU, kept with probability 1 - p
             p = 1.0 - (args[1] if len(args) > 1 else 0.5)  # the default is left out
             return args[0].copy_(self._keep(args[0], p))
-        if func is _aten.native_dropout.default and args[2] is not False and 0.0 < args[1] < 1.0:  # on a GPU
+        if func is _aten.native_dropout.default and args[2] is not False:  # on a GPU, or in a graph
+            if not 0.0 < args[1] < 1.0:  # some of its kernels draw even so
+                keep = torch.full_like(args[0], args[1] < 1.0, dtype=torch.bool)
+                return args[0] * keep, keep
             keep = self._keep(args[0], args[1])
             return args[0] * keep * dropout.keep_scale(args[1]), keep
         if torch.is_inference_mode_enabled():  # composed operators come here whole
