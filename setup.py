@@ -61,6 +61,8 @@ CXX_FLAGS = " ".join(["-O3 -fno-math-errno -fno-trapping-math", *(f"-DTFM_WITHOU
 OPENMP, LINKED = "-fopenmp", "-shared -fopenmp -Wl,--no-as-needed"
 if MACOS:
     OPENMP, LINKED = "-Xclang -fopenmp", "-shared -undefined dynamic_lookup -Wl,-rpath,{torch}/lib"
+    if Path(sys.base_prefix, "include", "omp.h").exists():  # conda's torch leaves the header to conda
+        OPENMP += f" -isystem {sys.base_prefix}/include"
 
 RULES = """\
 cxx = {cxx}

@@ -80,13 +80,17 @@ def test_no_other_instruction_sets(described, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["macosx-14.0-arm64", "macosx-10.13-universal2"])
-def test_a_mac_takes_openmp_of_torch(kind, described, monkeypatch):
+def test_a_mac_takes_openmp_of_torch(kind, described, monkeypatch, tmp_path):
     """`make macos` compiles and links with these words."""
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_platform", lambda: kind)
     made, told = described(nvcc=None)
     assert set(made["ISAS"]) == {"DEFAULT"} and names(told) == ["tfm_kernels._C"]
     assert made["OPENMP"] == "-Xclang -fopenmp"
     assert made["LINKED"].split() == ["-shared", "-undefined", "dynamic_lookup", "-Wl,-rpath,{torch}/lib"]
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "omp.h").touch()
+    assert described(nvcc=None)[0]["OPENMP"] == f"-Xclang -fopenmp -isystem {tmp_path}/include"
     monkeypatch.setattr(sysconfig, "get_platform", lambda: "linux-x86_64")
     made, _ = described(nvcc=None)
     assert made["OPENMP"] == "-fopenmp" and "-fopenmp" in made["LINKED"].split()
