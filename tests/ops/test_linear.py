@@ -19,6 +19,7 @@ SIZES = [
     (1, 583, 33),
     (1, 4100, 5),
     (1, 70, 23),
+    (1, 250, 17),
     (2, 17, 3),
     (4, 1040, 5),
     (7, 300, 33),
@@ -61,7 +62,7 @@ def test_the_judge_sees_a_lost_bias_and_a_lost_product():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(0, 4, 5), (4, 0, 5), (4, 3, 0), (0, 0, 0)])
+@pytest.mark.parametrize("shape", [(0, 4, 5), (4, 0, 5), (20, 0, 5), (40, 0, 5), (4, 3, 0), (40, 3, 0), (0, 0, 0)])
 def test_nothing_of_something(backend, shape):
     given = layer(*shape)
     y = tfk.ops.linear(**given, backend=backend)
@@ -71,16 +72,17 @@ def test_nothing_of_something(backend, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [6, 12, 60])
-def test_any_strides_and_leading_axes(dtype, rows):
-    """Bit for bit."""
-    given = layer(rows, 24, 40, dtype)
+@pytest.mark.parametrize("width", [1, 2, 24])
+def test_any_strides_and_leading_axes(dtype, rows, width):
+    """Bit for bit; columns that lie apart, however few, and rows of an odd number of them, which form no pairs."""
+    given = layer(rows, width, 40, dtype)
     expected = tfk.ops.linear(**given, backend="cpu")
     assert expected.shape == (rows, 40) and expected.dtype == dtype and expected.is_contiguous()
-    three = given["x"].view(2, 3, -1, 24)
+    three = given["x"].view(2, 3, -1, width)
     y = tfk.ops.linear(**(given | {"x": three}), backend="cpu")
     assert y.shape == (2, 3, rows // 6, 40) and torch.equal(y.reshape(rows, 40), expected)
     invariance.assert_view_equals_contiguous("linear", given, "cpu", backward=False)
-    for weight in (given["weight"].T.contiguous().T, torch.cat([given["weight"]] * 2, 1)[:, :24]):
+    for weight in (given["weight"].T.contiguous().T, torch.cat([given["weight"]] * 2, 1)[:, :width]):
         assert torch.equal(tfk.ops.linear(**(given | {"weight": weight}), backend="cpu"), expected)
 
 
@@ -118,6 +120,21 @@ def test_gradients_are_refused_by_name_and_left_to_pytorch_otherwise():
     torch.testing.assert_close(given["weight"].grad, given["x"].sum(0).expand(40, 24))
     with torch.no_grad():
         assert "-> cpu" in tfk.explain("linear", **given)
+
+
+def test_the_operator_refuses_by_itself_what_its_kernel_would_misread():
+    """Traced and exported programs call it past ops.linear."""
+    given = layer(5, 12, 9)
+    bad = {
+        "weight must have shape": {"weight": given["weight"][:, 1:]},
+        "weight must have the dtype of x": {"weight": given["weight"].double()},
+        "bias must have shape": {"bias": given["bias"][1:]},
+        "bias must have the dtype of x": {"bias": given["bias"].double()},
+        "must have 2 dimensions": {"x": given["x"][0]},
+    }
+    for words, some in bad.items():
+        with pytest.raises(RuntimeError, match=f"linear_fwd_cpu: .*{words}"):
+            torch.ops.tfm_kernels.linear_fwd_cpu(*(given | some).values())
 
 
 @pytest.mark.parametrize("backend", ["reference", "aten"])
