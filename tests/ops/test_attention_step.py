@@ -124,13 +124,19 @@ def test_a_watcher_is_told_of_every_attention():
 def test_what_does_not_fit_is_refused():
     x, weights, (keys, values) = given(8, 1, torch.float32)
     bad = {
-        "length must lie in": (keys, values, ROOM + 1, True, None),
+        "length must lie in .* got 21": (keys, values, ROOM + 1, True, None),
+        "length must lie in .* got 0": (keys, values, 0, True, None),
         "values must have shape": (keys, values[:, :, :-1], 5, True, None),
         "x must have a row": (keys[:4], values[:4], 5, True, None),
-        "of x's dtype": (keys.double(), values.double(), 5, True, None),
-        "side by side": (keys.mT.contiguous().mT, values, 5, True, None),
+        "several, for each of the 3 .*": (keys[:3], values[:3], 5, False, None),
+        "x must have .* for each of the 0 of keys": (keys[:0], values[:0], 5, False, None),
+        "keys and values must .* of x's dtype": (keys.double(), values, 5, True, None),
+        "keys and values must be .* of x's dtype": (keys, values.double(), 5, True, None),
+        "must lie side by side": (keys.mT.contiguous().mT, values, 5, True, None),
+        "of a value must lie side by side": (keys, values.mT.contiguous().mT, 5, True, None),
         "in_weight must have shape": (keys[:, :2], values[:, :2], 5, True, None),
         "keep must broadcast": (keys, values, 5, True, torch.ones(8, 1, 1, 4, dtype=torch.bool)),
+        "keep must broadcast .* got": (keys, values, 5, True, torch.ones(2, 1, 1, 5, dtype=torch.bool)),
         "keep must .* bool": (keys, values, 5, True, torch.ones(8, 1, 1, 5)),
     }
     before = keys.clone(), values.clone()
@@ -138,13 +144,16 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(RuntimeError, match=words):
             attention_step(x, *weights, *arguments)
     in_weight, in_bias, out_weight, out_bias = weights
-    for words, last in {
-        "out_weight must have shape": (out_weight[:, 1:].contiguous(), out_bias),
-        "out_bias must have shape": (out_weight, out_bias[1:]),
-        "must have x's dtype": (out_weight.double(), None),
+    longer = torch.cat([in_bias, in_bias])
+    for words, some in {
+        "in_bias must have shape": (longer, out_weight, out_bias),
+        "out_weight must have shape": (in_bias, out_weight[:, 1:].contiguous(), out_bias),
+        "out_bias must have shape": (in_bias, out_weight, out_bias[1:]),
+        "must have x's dtype": (in_bias, out_weight.double(), None),
+        "out_bias must have x's dtype": (in_bias, out_weight, out_bias.double()),
     }.items():
         with pytest.raises(RuntimeError, match=words):
-            torch.ops.tfm_kernels.attention_step_cpu(x, in_weight, in_bias, *last, keys, values, 5, True, None)
+            torch.ops.tfm_kernels.attention_step_cpu(x, in_weight, *some, keys, values, 5, True, None)
     assert torch.equal(keys, before[0]) and torch.equal(values, before[1]), "a refused step writes nothing"
 
 
