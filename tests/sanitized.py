@@ -35,6 +35,12 @@ def main() -> None:
                     more = {"activation": "gelu", "dynamic": dynamic, "backend": "cpu", **gated}
                     tfk.ops.int8_ffn(x, *first, bias, *second, None, **more)
                 count += 7
+        torch.set_num_threads(1)  # else what one thread writes too much lies in another's share of the working memory
+        x, weight = (torch.randn(rows, 4100, dtype=torch.float16) for rows in (33, 50))
+        tfk.ops.linear(x, weight, backend="cpu")
+        tfk.ops.ffn(x, weight, None, weight[:, :50].contiguous(), None, gate=weight, backend="cpu")
+        torch.set_num_threads(2)
+        count += 2
         for dtype, grows in itertools.product((torch.float32, torch.bfloat16), (True, False)):
             given = [torch.randn(*shape, dtype=dtype) for shape in ((9, 1, 24), (72, 24), (72,), (7, 24), (7,))]
             kept = [torch.randn(9 if grows else 3, 3, 11, 8, dtype=dtype) for _ in range(2)]
