@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the C++ kernels for a Mac of Apple silicon on a Linux machine: compiled by clang with Apple's headers, linked
 # against the libraries of torch's wheel for macOS, in which everything that they lack must be found. Nothing is run.
-# `make macos` calls it; it needs the x86-64 or aarch64 wheel of zig (100 MB) and torch's for macOS (110 MB), and takes
-# two minutes of two cores, in build/macos.
+# `make macos` calls it; it needs the wheels of zig (100 MB) and of torch for macOS (110 MB), and takes two minutes of two
+# cores, in build/macos.
 #
 #   PYTHON  the Python that builds, with pip, setuptools and ninja
 #   TORCH   what pip installs as torch
@@ -33,9 +33,9 @@ CXX=$compiler TFM_KERNELS_CUDA_ARCHS='' _PYTHON_HOST_PLATFORM=macosx-14.0-arm64 
 
 # Linked once more with no promise that symbols come later, of which only Python's may be missing then.
 objects=$("$PYTHON" - "$compiler" <<'PY'
-import pathlib, sys, zlib
-(folder,) = pathlib.Path("build").glob(f"torch-*-{zlib.crc32(sys.argv[1].encode()):08x}")
-print(*folder.glob("csrc/**/*.o"))
+import importlib.metadata, pathlib, sys, zlib
+key = f"{importlib.metadata.version('torch')}-{sys.implementation.cache_tag}-{zlib.crc32(sys.argv[1].encode()):08x}"
+print(*pathlib.Path("build", f"torch-{key}").glob("csrc/**/*.o"))
 PY
 )
 lacking=$($compiler -shared $objects "-L$site/torch/lib" -ltorch -ltorch_cpu -ltorch_python -lc10 -lomp \

@@ -76,7 +76,7 @@ def attention_rows(batch: int, heads: int, queries: int, device: torch.device | 
     return torch.arange(batch * heads * queries, device=device).view(batch, heads, queries)
 
 
-def draw_seed(device: torch.device | str, p: float = 0.5) -> Tensor:
+def draw_seed(device: torch.device | str, p: float = 0.0) -> Tensor:
     """A fresh () int64 seed on ``device`` from torch's generator, so torch.manual_seed repeats a run.
 
     Where ``p`` is 1 it is 0, and nothing is drawn, as PyTorch draws nothing for a dropout that drops everything.

@@ -339,12 +339,9 @@ def _by_rows_but_for(layer: Any, *attentions: nn.Module) -> bool:
 
 def _drops_as_padded(layer: Any, *norms: nn.Module) -> bool:
     """Whether its dropouts, where they drop anything, are those of fused blocks, which are told the padded rows."""
-    return (
-        not drops(layer)
-        or all(plain(norm, *NORMS) for norm in norms)
-        and plain_linear(layer.linear1)
-        and plain_linear(layer.linear2)
-    )
+    if not drops(layer):
+        return True
+    return all(plain(norm, *NORMS) for norm in norms) and plain_linear(layer.linear1) and plain_linear(layer.linear2)
 
 
 def drops(module: nn.Module) -> bool:
