@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfm_kernels import Mask, _backend, _library
-from tfm_kernels.bench import record
+from tfm_kernels.bench import record, report
 
 from . import places
 from .gpu import summary
@@ -54,7 +54,7 @@ def _table(name: str) -> str:
         return summary.ranges(record.load(places.RESULTS / "h200"))
     if name == "gpu":
         return summary.markdown(record.load(places.RESULTS / "h200"))
-    return measured(record.load(places.RESULTS / name))
+    return measured(name, record.load(places.RESULTS / name))
 
 
 def matrix() -> str:
@@ -166,8 +166,13 @@ def _probes(op: str) -> dict[str, dict[str, Any]]:
     return probes | ({"with a bias": {**plain, "bias": torch.zeros(3, 3)}} if op == "attention" else {})
 
 
-def measured(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The headline cases as Markdown, each beside the fastest PyTorch path of the same run."""
+def measured(folder: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The headline cases as Markdown, each beside the fastest PyTorch path of the same run; then what is slower.
+
+    Args:
+        folder: of bench/results.
+        results: what it holds.
+    """
     if not results:
         return "No results are kept yet; `python -m bench` measures them on your machine."
     lines = []
@@ -175,13 +180,18 @@ def measured(results: Mapping[str, Mapping[str, Any]]) -> str:
         e = result["environment"]
         lines += [
             f"`{stem}` on {e['cpu']}, {e['threads']} threads, torch {e['torch']}, commit {e['commit']}, "
-            f"{e['date'][:10]} (bench/results/{e['device']}/{stem}.json):",
+            f"{e['date'][:10]} (bench/results/{folder}/{stem}.json):",
             "",
             "| case | type | direction | PyTorch, us | ours, us | speed-up | of the limit |",
             "|---|---|---|---:|---:|---:|---:|",
         ]
         lines += [line for group in result["groups"] if group["headline"] for line in _measured_lines(group)]
         lines.append("")
+    slower = [f"- {case}" for _, case in report.losses(results)]
+    head = (
+        "Of all cases, not only these, slower than PyTorch's eager functions by more than 2 %, where they take 100 us"
+    )
+    lines += [f"{head} or more{':' if slower else ': none.'}", "", *slower]
     return "\n".join(lines).rstrip()
 
 

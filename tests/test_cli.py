@@ -210,7 +210,9 @@ def test_prove_a_model_folder_with_sentences(capsys, tmp_path):
     assert code == 0 and "BertModel" in out and "encoder.layer.5" in out
 
 
-@pytest.mark.parametrize(("content", "sentence"), [(None, "cannot be read"), ("\n\n", "holds no sentence")])
+@pytest.mark.parametrize(
+    ("content", "sentence"), [(None, "cannot be read (No such file or directory)"), ("\n\n", "holds no sentence")]
+)
 def test_a_bad_file_of_sentences(capsys, tmp_path, content, sentence):
     text = tmp_path / "sentences.txt"
     if content is not None:

@@ -180,6 +180,12 @@ def test_identical_models_pass_and_the_report_says_that_nothing_was_replaced(mod
     assert "nothing was replaced" in report.notes[0]
 
 
+def test_drop_ins_in_both_models_are_told():
+    report = tfk.prove(nn.Sequential(tfk.nn.LayerNorm(8), nn.LayerNorm(8)), torch.randn(3, 8))
+    assert report.passed and report.replaced == ["1"]
+    assert "both models hold modules of tfm_kernels.nn (1), not compared with PyTorch's" in report.notes
+
+
 def test_a_defect_shows_in_the_training_steps_too(model):
     report = prove_patched(model, inputs(), count=1, patch=spoiled("blocks.1.ffn", WrongGradient))
     assert any(row.kind == "step" and not row.passed for row in report.rows)

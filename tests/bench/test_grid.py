@@ -204,13 +204,16 @@ def test_report_of_a_win():
     for part in ("automatic choice: cpu", "aten unavailable (because)", "1.0 GB/s", "50%", "2.00x", "with changes"):
         assert part in text, part
     assert report.losses(results) == [] and report.given_away(results) == []
-    assert "| `layer_norm` M1 N8 | float32 | forward | 200 | 100 | 2.00x | 50% |" in readme.measured(results)
+    assert "| `layer_norm` M1 N8 | float32 | forward | 200 | 100 | 2.00x | 50% |" in readme.measured("cpu", results)
 
 
 def test_report_of_losses():
     slow = canned(rows=[row("torch", 2e-4, 1.0), row("auto", 3e-4, 1.5)], chosen="aten")
     ((ratio, line),) = report.losses(slow)
     assert ratio == pytest.approx(1.5) and "300.0 against 200.0 us" in line
+    told = readme.measured("there", slow)
+    assert "(bench/results/there/layer_norm.json):" in told and told.endswith(f"or more:\n\n- {line}")
+    assert readme.measured("there", canned()).endswith("or more: none.")
     assert report.given_away(slow) == ["layer_norm M1 N8 float32 infer"]
     small = canned(rows=[row("torch", 5e-5, 1.0), row("auto", 6e-5, 1.2)])
     assert report.losses(small) == [] and len(report.losses(small, noticeable=False)) == 1

@@ -200,10 +200,12 @@ def test_instance_forwards_and_subclasses_are_left():
     norm = model.layers[0].norm1
     norm.forward = lambda x: x
     model.layers[1].norm1 = type("MyNorm", (nn.LayerNorm,), {})(16)
+    model.layers[1].norm2 = tfk.nn.LayerNorm(16)
     with tfk.patch(model) as report:
         notes = {entry.name: entry.note for entry in report.kept}
         assert notes["layers.0.norm1"] == "because it has a forward of its own"
         assert notes["layers.1.norm1"] == "because no recipe knows MyNorm"
+        assert notes["layers.1.norm2"] == "because it is of tfm_kernels.nn already"
 
 
 def test_sharded_classes_are_rebased():

@@ -31,7 +31,12 @@ def declare(parser: argparse.ArgumentParser | argparse._ArgumentGroup, default: 
         parser: of the command, or a group of its options.
         default: what the help says of the folder that is written to unless ``--out`` names one.
     """
-    parser.add_argument("--op", action="append", choices=sorted(SUBJECTS), help="only this op; may be repeated")
+    parser.add_argument(
+        "--op",
+        action="append",
+        choices=sorted(SUBJECTS),
+        help="only this op, or those of this kind: all norms, attention of packed sequences too; may be repeated",
+    )
     parser.add_argument("--quick", action="store_true", help="few cases, few rounds, no torch.compile")
     parser.add_argument("--only", type=_pattern, metavar="REGEX", help="only groups whose name matches")
     parser.add_argument("--fresh", action="store_true", help="measure everything anew")

@@ -29,7 +29,9 @@ def add(commands: Any) -> None:
         help="file of texts, one a line; - is the standard input. What is longer than the run's --max-length is cut, "
         "and how many lines were is told",
     )
-    command.add_argument("--labelled", action="store_true", help="the file has labels, too: print the accuracy at last")
+    command.add_argument(
+        "--labelled", action="store_true", help="the file has labels, too: print the accuracy at the end"
+    )
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--tokens", type=int, default=200, help="to add, default 200")
     command.add_argument("--greedy", action="store_true", help="the most probable token instead of a drawn one")
-    command.add_argument("--temperature", type=float, default=1.0, help="below 1 is bolder, above 1 wilder; default 1")
+    command.add_argument("--temperature", type=float, default=1.0, help="below 1 is safer, above 1 wilder; default 1")
     command.add_argument("--top-k", type=int, help="draw among the k most probable tokens")
     command.add_argument("--top-p", type=float, help="draw among the most probable tokens that share p together")
     command.add_argument("--seed", type=int, default=0, help="of what is drawn, default 0")

@@ -104,7 +104,8 @@ def _from_folder(command: str, folder: str, sentences: str | None) -> tuple[Any,
     try:
         lines = [line.strip() for line in Path(sentences).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{sentences} cannot be read ({in_one_line(error)})") from error
+        reason = getattr(error, "strerror", None) or in_one_line(error)
+        raise CommandError(f"{sentences} cannot be read ({reason})") from error
     if not lines:
         raise CommandError(f"{sentences} holds no sentence")
     try:

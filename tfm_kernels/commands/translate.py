@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     command.add_argument("--beams", type=int, default=4, help="default 4; 1 is greedy")
     command.add_argument("--length-penalty", type=float, default=1.0, help="default 1; larger prefers longer ones")
     command.add_argument("--max-tokens", type=int, help="of a translation; default 1.5 times the longest source, + 10")
-    command.add_argument("--reference", help="file of right translations: print sacreBLEU at last")
+    command.add_argument("--reference", help="file of right translations: print sacreBLEU at the end")
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from .. import patching
 from .._backend import use_backend
 from ..patching.copying import copied_apart
+from ..patching.model import is_own
 from ..proof.runs import Call, buffers_kept
 
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
@@ -26,7 +27,7 @@ def plain(model: nn.Module) -> nn.Module:
     own = copied_apart(model).to("cpu").eval()
     patching.unpatch(own)
     for module in own.modules():
-        if type(module).__module__.startswith(f"{__package__.partition('.')[0]}.nn.") and hasattr(module, "backend"):
+        if is_own(module) and hasattr(module, "backend"):
             cast(Any, module).backend = None  # within_aten() and the judge choose
         if type(module) in _STACKS:
             module.register_forward_pre_hook(_without_looking, with_kwargs=True)

@@ -229,11 +229,18 @@ def _projections(model: nn.Module) -> list[nn.Module]:
     return [inner for recipe, module in fused if recipe is not None for inner in recipe.projects(module)]
 
 
+def is_own(module: nn.Module) -> bool:
+    """Whether its class is of tfm_kernels.nn."""
+    return type(module).__module__.startswith(f"{__package__.partition('.')[0]}.nn.")
+
+
 def _left(module: nn.Module) -> tuple[bool, str]:
     if type(module) in _HOLDERS or not module._modules and not module._parameters and not module._buffers:
         return False, "because it holds nothing to fuse"
     if huggingface.attends(module) and huggingface.asks_registry(module):
         return True, "attention through transformers' AttentionInterface"
+    if is_own(module):
+        return False, "because it is of tfm_kernels.nn already"
     return False, f"because no recipe knows {type(module).__name__}"
 
 

@@ -41,6 +41,9 @@ class Recipe:
             forward only where the call asks for them: attention weights.
     """
 
+    def __repr__(self) -> str:
+        return f"<Recipe {self.name}>"
+
     name: str
     recognise: Callable[[nn.Module], bool | str]
     fuse: Callable[[type], type]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import patching
 from ..patching import frozen, swap
 from ..patching.copying import copied, copied_apart
+from ..patching.model import is_own
 from . import compiled, modules, nearby, padding, precision, steps
 from .repeated import call_repeatedly
 from .repeated import compare as compare_repeated
@@ -155,6 +156,9 @@ def _proven(
     report.options = patching.settings(patched)
     if not names:
         report.notes.append("nothing was replaced: both models run the same code")
+    ours = sum(map(is_own, stock.modules()))
+    if ours:
+        report.notes.append(f"both models hold modules of tfm_kernels.nn ({ours}), not compared with PyTorch's")
 
     models = Models(exact, stock, patched)
     try:
