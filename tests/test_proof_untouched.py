@@ -1,5 +1,6 @@
 """prove() runs copies: the user's model keeps its gradients and buffers, whatever its functions and objects hold."""
 
+import copy
 import weakref
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tfm_kernels.bench import model as bench
+from tfm_kernels.patching.copying import copied_apart
 
 APART = "prove: a copy of Model runs parts of the model itself"
 
@@ -148,14 +150,47 @@ class ItsWeight(nn.Module):
         return x * self.weight
 
 
-@pytest.mark.parametrize("part", [Itself(8, 8), ItsWeight()], ids=["module", "parameter"])
+class ItsBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.full((8,), 1.1))
+
+    def __deepcopy__(self, memo):
+        return copy.copy(self)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("part", [Itself(8, 8), ItsWeight(), ItsBuffers()], ids=["module", "parameter", "buffers"])
 @pytest.mark.parametrize("made", [tfk.prove, bench.compare], ids=["prove", "bench"])
 def test_what_a_copy_would_share_is_refused_before_it_is_changed(made, part):
     model = nn.Sequential(nn.LayerNorm(8), part)
     with pytest.raises(ValueError, match=r"Sequential cannot be copied: 1(\.weight)? would be shared by the copy"):
         made(model, torch.randn(5, 8))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
     assert type(model[0]) is nn.LayerNorm and model(torch.randn(5, 8)).shape == (5, 8)
+
+
+class Nothing(nn.ReLU):
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Viewed(nn.Sequential):
+    """Gives new tensors whenever it is asked for its parameters."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8))
+
+    def named_parameters(self, *args, **kwargs):
+        return ((name, value.view(-1)) for name, value in super().named_parameters(*args, **kwargs))
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(nn.LayerNorm(8), Nothing()), Viewed()], ids=["holds nothing", "views"])
+def test_what_a_copy_cannot_change_may_be_handed_on(model):
+    for _ in range(5):
+        assert copied_apart(model)[0] is not model[0]
 
 
 def test_a_gradient_of_inference_mode_is_kept():

@@ -41,18 +41,24 @@ def copied_apart(model: nn.Module) -> nn.Module:
     """``copied``, of which changing the copy's dtype or classes cannot change the model.
 
     Raises:
-        ValueError: they would share a module or a parameter, which a ``__deepcopy__`` has handed on.
+        ValueError: they would share a parameter, or what a module holds, which a ``__deepcopy__`` has handed on.
     """
     copy = copied(model)
-    parts = {id(each) for each in (*copy.modules(), *copy.parameters())}
-    named = (*model.named_modules(), *model.named_parameters())
-    shared = next((name or "all of it" for name, each in named if id(each) in parts), None)
+    theirs = [*copy.parameters(), *(table for module in copy.modules() for table in _tables(module))]
+    parts = {id(each) for each in theirs}  # which stay alive, and their ids their own
+    held = [(name or "all of it", table) for name, module in model.named_modules() for table in _tables(module)]
+    shared = next((name for name, each in (*held, *model.named_parameters()) if id(each) in parts), None)
     if shared is not None:
         raise ValueError(
             f"{type(model).__name__} cannot be copied: {shared} would be shared by the copy, as a __deepcopy__ "
             "in it hands on what it should copy"
         )
     return copy
+
+
+def _tables(module: nn.Module) -> list[dict]:
+    """Where a module keeps its parameters, buffers and children, of each what there is."""
+    return [table for name in ("_parameters", "_buffers", "_modules") if (table := module.__dict__.get(name))]
 
 
 class _Rebound:

@@ -84,7 +84,7 @@ class DrawsOthers(CompileFails):
 
 
 class Compiled:
-    """A model under torch.compile, which forgets what was compiled for it when it goes.
+    """A model under torch.compile, which forgets what was compiled for it when it goes, but not behind graph breaks.
 
     Compiled code is kept by the code of the function that is compiled: here one of its own, lest what is compiled of a
     class add up in a process until it reaches torch's limit.
