@@ -83,14 +83,14 @@ def decoded(
 def _seen(memory: Tensor, mask: Mask | None) -> Tensor | None:
     """(B, Ts) bool, what a mask of lengths shows of the memory; None for other masks, and for what is refused."""
     batch, length = memory.shape[:2]
-    if length == 0:
+    if length == 0 or not (mask is None or isinstance(mask, Mask)):
         return None
-    if mask is None or (isinstance(mask, Mask) and not mask.hides()):
+    if mask is None or not mask.hides():
         return torch.ones(batch, length, dtype=torch.bool)
-    if not isinstance(mask, Mask) or mask.key_lengths is None or mask.keep_matrix is not None or mask.has_band():
-        return None
     lengths = mask.key_lengths
-    if lengths.shape != (batch,) or bool((lengths < 0).any()) or bool((lengths > length).any()):
+    if lengths is None or mask.keep_matrix is not None or mask.has_band():
+        return None
+    if lengths.shape != (batch,) or bool(((lengths < 0) | (lengths > length)).any()):
         return None
     return torch.arange(length) < lengths.unsqueeze(-1)
 
