@@ -1,8 +1,7 @@
 """python -m bench.tasks: trains the four tasks on real text; what they reach goes to bench/results/<device>/tasks.
 
-python -m bench.tasks character-lm              one task; on one core about 5 minutes
-python -m bench.tasks                           all four, about an hour on 2 cores
-python -m bench.tasks translation --data DIR    the texts are in DIR instead of ../shared/data
+python -m bench.tasks character-lm --data DIR    one task; on one core about 5 minutes
+python -m bench.tasks --data DIR                 all four, about an hour on 2 cores
 
 The texts: DIR/multi30k/{train,val,test_2016_flickr}.{en,de}.gz (one sentence a line), DIR/sst2/{train,dev}.tsv.gz
 (text, tab, label), DIR/tinyshakespeare/input.txt.gz. An interrupted run is continued by the same command.
@@ -28,7 +27,6 @@ from tfm_kernels.training import metrics
 
 from . import places
 
-DATA = places.ROOT.parent / "shared" / "data"  # texts are not part of the repository
 WORK = places.ROOT / ".benchmarks" / "tasks"  # runs: not for the repository
 TRANSLATION = "--share-embeddings --norm-first --d-model 256 --heads 4 --layers 3 --feed-forward 1024 --dropout 0.2"
 
@@ -99,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m bench.tasks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("task", nargs="*", metavar="task", help=f"of {', '.join(TASKS)}; none means all")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the texts")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of the texts")
     parser.add_argument("--out", type=Path, help="where the result files go")
     parser.add_argument("--work", type=Path, default=WORK, help="where the runs are")
     parser.add_argument("--fresh", action="store_true", help="train anew instead of continuing")

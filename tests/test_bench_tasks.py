@@ -9,6 +9,7 @@ import pytest
 from bench import places, tasks
 
 pytest.importorskip("safetensors")
+DATA = places.ROOT.parent / "shared" / "data"  # real text is not part of the repository
 TINY = "--steps 2 --d-model 16 --heads 2 --feed-forward 16 --layers 1 --vocabulary 300 --quiet"
 
 
@@ -39,10 +40,10 @@ def test_missing_texts_and_unknown_tasks_are_one_sentence(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["character-lm", "classification", "masked-lm"])
 def test_the_commands_fit_the_real_texts(tmp_path, name):
-    absent = [file for file in tasks.TASKS[name].needs if not (tasks.DATA / file).is_file()]
+    absent = [file for file in tasks.TASKS[name].needs if not (DATA / file).is_file()]
     if absent:
-        pytest.skip(f"needs {tasks.DATA / absent[0]}: real text is kept outside the project")
-    measured(tmp_path, name, tasks.DATA)
+        pytest.skip(f"needs {DATA / absent[0]}: real text is kept outside the project")
+    measured(tmp_path, name, DATA)
 
 
 def test_seconds_of_all_parts_are_added():

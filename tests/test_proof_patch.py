@@ -184,6 +184,7 @@ def test_a_llama_whose_norms_ask_for_float32_by_name(dtype, train):
     report = tfk.prove(model, inputs, dtype=dtype)
     assert report.passed, report.table()
     norms = [row for row in report.rows if row.kind == "module" and row.module.endswith("norm")]
+    assert "model.layers.0.self_attn" in report.replaced and "model.rotary_emb" not in report.replaced
     assert dtype == torch.float64 or norms and all(row.stock > 0.0 for row in norms)
     assert torch.get_default_dtype() == torch.float32
 

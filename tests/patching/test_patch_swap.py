@@ -16,6 +16,7 @@ from torch import nn
 import tfm_kernels as tfk
 from tests.patching.models import batch, bert, decoder, distilbert, encoder, transformers
 from tfm_kernels.patching import swap
+from tfm_kernels.proof.modules import replaced
 
 
 def sequential():
@@ -317,6 +318,18 @@ def test_report():
     assert "because no recipe knows Bilinear" in text
     assert "note: where a batch has padding" in text
     assert repr(report).startswith("PatchReport(")
+
+
+def test_a_report_counts_as_replaced_what_a_proof_does():
+    """The modules whose code is another; what these run themselves is told apart."""
+    model = encoder()
+    stock = copy.deepcopy(model)
+    with tfk.patch(model) as report:
+        inside = {entry.name: entry.inside for entry in report.entries if entry.inside is not None}
+        others = [entry.name for entry in report.replaced if entry.name not in inside]
+        first = str(report).splitlines()[0]
+        assert others == replaced(stock, model) and inside["layers.0.linear1"] == "layers.0"
+    assert first == f"{len(others)} of {len(report.entries)} modules replaced, {len(inside)} more run inside them"
 
 
 def test_a_parametrised_module_comes_back_parametrised():

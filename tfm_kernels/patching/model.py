@@ -90,14 +90,15 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
         spans = huggingface.below_span_heads(model)
         with one_patch():
             for name, module in model.named_modules():
-                if id(module) in covered:
-                    replaced, note = True, f"runs inside {covered[id(module)]}"
+                inside = covered.get(id(module))
+                if inside is not None:
+                    replaced, note = True, f"runs inside {inside}"
                 elif id(module) in switched:
                     replaced, note = switched[id(module)]
                 else:
                     padded = "packed=False was asked for" if not packed else spans.get(id(module))
                     replaced, note = _apply(module, name, padded, backend, covered, undo, refusals)
-                entries.append(Entry(name, type(module).__name__, replaced, note))
+                entries.append(Entry(name, type(module).__name__, replaced, note, inside))
                 modules.append(module)
         _require_true(refusals)
         for module in _projections(model) if freeze else ():

@@ -22,12 +22,14 @@ class Entry:
         kind: the module's class.
         replaced: whether fused code runs in its place (or runs it, where a fused parent does its work).
         note: how it was replaced, or why it was kept: "because ...".
+        inside: name of the replaced module that does its work, where it has no code of its own that runs.
     """
 
     name: str
     kind: str
     replaced: bool
     note: str
+    inside: str | None = None
 
     def __str__(self) -> str:
         status = f"replaced: {self.note}" if self.replaced else f"kept {self.note}"
@@ -101,7 +103,9 @@ class PatchReport:
         return f"PatchReport({len(self.replaced)} replaced, {len(self.kept)} kept)"
 
     def __str__(self) -> str:
-        lines = [f"{len(self.replaced)} of {len(self.entries)} modules replaced"]
+        inside = sum(entry.inside is not None for entry in self.entries)
+        lines = [f"{len(self.replaced) - inside} of {len(self.entries)} modules replaced"]
+        lines[0] += f", {inside} more run inside them" if inside else ""
         rows = [(e.name or "(the model)", e.kind, "replaced" if e.replaced else "kept", e.note) for e in self.entries]
         lines += _table(_folded(rows))
         lines += [f"note: {note}" for note in self.notes]

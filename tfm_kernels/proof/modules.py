@@ -48,6 +48,9 @@ def replaced(original: nn.Module, patched: nn.Module) -> list[str]:
 
 
 def _attention_of(module: nn.Module) -> Any:
+    """None for modules without parameters: rotary positions hold the configuration, too, and attend to nothing."""
+    if next(module.parameters(), None) is None:
+        return None
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 

@@ -134,7 +134,7 @@ def at_padding(raw: Mapping[str, Tensor], zeroed: Mapping[str, Tensor], left_out
 
 def notes(ignored: Mapping[str, Tensor]) -> list[str]:
     """A sentence for each output of which ``at_padding`` told the padding."""
-    told = "positions are padding, where it is what the model makes of the zeros that packed execution leaves"
+    told = "positions are padding: packed execution gives 0 there, and both originals were given 0 there to compare"
     return [f"{name}: {int(mask.sum())} of {mask.numel()} {told}" for name, mask in ignored.items()]
 
 
