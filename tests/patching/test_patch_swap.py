@@ -329,7 +329,8 @@ def test_a_report_counts_as_replaced_what_a_proof_does():
         others = [entry.name for entry in report.replaced if entry.name not in inside]
         first = str(report).splitlines()[0]
         assert others == replaced(stock, model) and inside["layers.0.linear1"] == "layers.0"
-    assert first == f"{len(others)} of {len(report.entries)} modules replaced, {len(inside)} more run inside them"
+    every = f"{len(report.replaced)} of {len(report.entries)}"
+    assert first == f"{every} modules run fused code: {len(others)} replaced, {len(inside)} inside them"
 
 
 def test_a_parametrised_module_comes_back_parametrised():

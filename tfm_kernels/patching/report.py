@@ -103,9 +103,9 @@ class PatchReport:
         return f"PatchReport({len(self.replaced)} replaced, {len(self.kept)} kept)"
 
     def __str__(self) -> str:
-        inside = sum(entry.inside is not None for entry in self.entries)
-        lines = [f"{len(self.replaced) - inside} of {len(self.entries)} modules replaced"]
-        lines[0] += f", {inside} more run inside them" if inside else ""
+        fused, inside = len(self.replaced), sum(entry.inside is not None for entry in self.entries)
+        told = f"run fused code: {fused - inside} replaced, {inside} inside them" if inside else "replaced"
+        lines = [f"{fused} of {len(self.entries)} modules {told}"]
         rows = [(e.name or "(the model)", e.kind, "replaced" if e.replaced else "kept", e.note) for e in self.entries]
         lines += _table(_folded(rows))
         lines += [f"note: {note}" for note in self.notes]
