@@ -73,14 +73,30 @@ class Packed:
     def attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Attention within each sequence, or to that of ``keys``: (1, H, total, D) thrice -> (1, H, total, D).
 
-        ``options`` as of ``ops.attention_varlen``; without a mask among them, it is ``sight``.
+        ``options`` as of ``ops.attention_varlen``; without a mask among them, it is ``sight``. With a ``bias``, which
+        that does not take, (B or 1, H or 1, T, T), the padded batch attends: each sequence at the cost of T T_b.
         """
         options.setdefault("mask", self.sight)
         q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+        if options.get("bias") is not None:
+            return self._padded(q, k, v, **options).transpose(0, 1).unsqueeze(0)
+        options.pop("bias", None)
         keys = self.keys or self
         ends, longest = (self.cu_seqlens, keys.cu_seqlens), (self.length, keys.length)
         out: Any = ops.attention_varlen(q, k, v, *ends, *longest, **options)
         return out.transpose(0, 1).unsqueeze(0)
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, **options: Any) -> Tensor:
+        """``ops.attention`` of the padded batch, whose padding has to stand behind the tokens: (total, H, D) thrice."""
+
+        def spread(x: Tensor) -> Tensor:
+            padded = x.new_zeros(self.batch * self.length, *x.shape[1:]).index_copy(0, self.index, x)
+            return padded.view(self.batch, self.length, *x.shape[1:]).transpose(1, 2)
+
+        seen = Mask.lengths(self.cu_seqlens.diff())
+        seen = seen if mask is None else mask & seen
+        out: Any = ops.attention(spread(query), spread(key), spread(value), seen, **options)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.index)
 
 
 def rows(mask: Any) -> dict[str, Any]:

@@ -13,11 +13,14 @@ from . import gptj as gptj
 from . import huggingface_norm as huggingface_norm
 from . import huggingface_parts as huggingface_parts
 from . import llama as llama
+from . import modernbert as modernbert
+from . import mpnet as mpnet
 from . import olmo as olmo
 from . import opt as opt
 from . import phi as phi
 from . import phi3 as phi3
 from . import pre_norm as pre_norm
+from . import rotary_encoders as rotary_encoders
 from . import sequential as sequential
 from . import starcoder2 as starcoder2
 from . import torch_encoder as torch_encoder

@@ -195,12 +195,20 @@ def _collected() -> tuple[str, ...] | None:
     return () if active is None else tuple(active)
 
 
-def packing(stack: nn.Module, mask: Any, x: Tensor, layers: Any, why_not: Callable[[Any], str | None]) -> Packed | None:
+def packing(
+    stack: nn.Module,
+    mask: Any,
+    x: Tensor,
+    layers: Any,
+    why_not: Callable[[Any], str | None],
+    reason: str | None = None,
+    **options: Any,
+) -> Packed | None:
     """``packed.packing`` for a stack of transformers' layers: not while something collects what the layers give."""
     if mask is not None and collecting() and swap.options(stack).packed:
         swap.fell_back(stack, "output_hidden_states or output_attentions was asked for")
         return None
-    return packed.packing(stack, mask, x, layers, why_not)
+    return packed.packing(stack, mask, x, layers, why_not, reason, **options)
 
 
 def _is_cross_attention_of_t5(module: nn.Module) -> bool:
@@ -249,9 +257,14 @@ def models(module: nn.Module) -> Iterator[nn.Module]:
 def below_span_heads(model: nn.Module) -> dict[int, str]:
     """id of a module -> why it runs padded, for all below a head that takes a softmax over all positions.
 
-    Such heads, and those that people write after them, call their last layer ``qa_outputs``.
+    Such heads, and those that people write after them, call their last layer ``qa_outputs``, or are called by what
+    they do.
     """
-    heads = (module for module in model.modules() if "qa_outputs" in module._modules)
+    heads = (
+        module
+        for module in model.modules()
+        if "qa_outputs" in module._modules or type(module).__name__.endswith("ForQuestionAnswering")
+    )
     return {id(inner): "its model's head reads all positions, padding too" for m in heads for inner in m.modules()}
 
 
@@ -293,7 +306,9 @@ def switch(model: Any, backend: str | None, pack: bool) -> list[nn.Module]:
                 _previous[id(module.config)] = (weakref.ref(module.config), name)
             else:
                 name = swap.options(module).previous or name
-            module.__dict__[swap.OPTIONS] = swap.Options(RECIPE, backend, pack, previous=name)
+            swap.unswap(module)
+            recipe = swap.options(module).recipe if swap.is_derived(module) else RECIPE
+            module.__dict__[swap.OPTIONS] = swap.Options(recipe, backend, pack, previous=name)
             taken.append(module)
     for module in taken:
         for config in _copied(module):

@@ -6,7 +6,7 @@ bool tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,16 +14,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..mask import Band, Mask
+from ..nn.packed import Packed
 from . import guard
 
 # Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23 and 5.24
-# (bert-generation, codegen, data2vec-text, ernie, gptj and roc_bert with 5.24).
+# (bert-generation, codegen, data2vec-text, ernie, eurobert, gptj, gte, jina_embeddings_v3, modernbert, nomic_bert and
+# roc_bert with 5.24).
 MASK_AS_DATA = frozenset(
     "albert apertus arcee bart bert bert-generation bitnet camembert clip_text_model codegen cohere cohere2 "
-    "data2vec-text deepseek_v3 distilbert electra ernie ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 gpt_bigcode "
-    "gpt_neox gptj granite granitemoe helium hunyuan_v1_dense llama marian ministral ministral3 mistral mixtral "
-    "nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roc_bert "
-    "seed_oss smollm3 stablelm starcoder2 t5 vit whisper xlm-roberta".split()
+    "data2vec-text deepseek_v3 distilbert electra ernie ernie4_5 eurobert exaone4 gemma gemma3_text glm glm4 gpt2 "
+    "gpt_bigcode gpt_neox gptj granite granitemoe gte helium hunyuan_v1_dense jina_embeddings_v3 llama marian "
+    "ministral ministral3 mistral mixtral modernbert nemotron nomic_bert olmo olmo2 olmo3 olmoe opt persimmon phi "
+    "phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roc_bert seed_oss smollm3 stablelm starcoder2 t5 vit "
+    "whisper xlm-roberta".split()
 )
 
 
@@ -52,6 +55,25 @@ class Prepared(Mask):
         return self
 
 
+class PreparedPacked(Packed):
+    """A Packed that passes for a mask of four axes, as ``Prepared`` does."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(1, 1, total, total)."""
+        return (1, 1, self.index.shape[0], self.index.shape[0])
+
+    @property
+    def ndim(self) -> int:
+        """4."""
+        return 4
+
+
+def as_prepared(packed: Packed) -> PreparedPacked:
+    """``packed``, for a model that would make a mask of a padding mask."""
+    return PreparedPacked(**{field.name: getattr(packed, field.name) for field in fields(packed)})
+
+
 def mask(
     batch_size: int,
     q_length: int,
@@ -66,7 +88,7 @@ def mask(
     # of the file, as torch 2.11 traces no import from transformers itself, which is lazy
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-    if isinstance(attention_mask, Mask):
+    if isinstance(attention_mask, (Mask, Packed)):
         return attention_mask
     asked = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
@@ -83,6 +105,12 @@ def mask(
             if attention_mask is None or attention_mask.shape[1] >= kv_length:
                 keep = _keep(attention_mask, kv_length, 0, kv_length)
                 return None if keep is None else Mask(keep_matrix=keep)
+    elif plain and local is not None and kwargs.get("allow_is_bidirectional_skip", False):
+        # which transformers asks for with a local size where a token sees so many on both sides, and nothing was added
+        if (q_offset, kv_offset) == (0, 0) and (attention_mask is None or attention_mask.shape[1] >= kv_length):
+            keep = _keep(attention_mask, kv_length, 0, kv_length)
+            around = Band(-local, local) if local < max(q_length, kv_length) - 1 else Band()
+            return None if keep is None and around == Band() else Mask(around, keep_matrix=keep)
     elif plain and kwargs.get("allow_is_causal_skip", True) and _is_causal(mask_function, local, config):
         offset = q_offset - kv_offset
         keep = _keep(attention_mask, kv_length, kv_offset, min(offset + q_length, kv_length))

@@ -39,10 +39,18 @@ def register_unary(name: str, what: str, known: Known, run: Any) -> None:
     register_recipe(Recipe(name, known.recognise, fuse, what, known.covers), first=False)
 
 
-def _feed_forward(known: Known, first: str, second: str, gate: str | None = None, after: str | None = None) -> Any:
+def _feed_forward(
+    known: Known,
+    first: str,
+    second: str,
+    gate: str | None = None,
+    after: str | None = None,
+    inner: str | None = None,
+) -> Any:
     """second(activation(first(x))), with a gate times gate(x), and a dropout after it that stays as it is.
 
-    A gate that is the first is the second half of what that gives. The dropout is a module, or a probability.
+    A gate that is the first is the second half of what that gives. ``after`` is a module, or a probability; ``inner``
+    is the dropout in front of the second.
     """
 
     def run(self: Any, x: Tensor) -> Tensor | str:
@@ -50,8 +58,8 @@ def _feed_forward(known: Known, first: str, second: str, gate: str | None = None
         if len({x.dtype, *block.dtypes(w1, w2)}) > 1 and autocast_dtype(x.device) is None:
             return "its weights have several dtypes"  # as T5 in float16, whose second matrix stays float32
         name: Any = block.activation(known.function(self))
-        inner = block.dropout_p(self.dropout) if after is None and "dropout" in known.reads else 0.0
-        y = block.feed_forward(x, w1, w2, name, w3, dropout_p=inner, backend=options(self).backend)
+        p = 0.0 if inner is None else block.dropout_p(getattr(self, inner))
+        y = block.feed_forward(x, w1, w2, name, w3, dropout_p=p, backend=options(self).backend)
         if after is None:
             return y
         drop = getattr(self, after)
@@ -79,7 +87,7 @@ register_feed_forward(
 register_feed_forward(
     "t5.dense",
     Known({"forward": "18d4ed839daf"}, {"wi": nn.Linear, "wo": nn.Linear, "dropout": nn.Dropout}, (), "act"),
-    "wi", "wo",
+    "wi", "wo", inner="dropout",
 )  # fmt: skip
 register_feed_forward(
     "t5.gated_dense",
@@ -87,7 +95,7 @@ register_feed_forward(
         {"forward": "cf9a3d16beb9"},
         {"wi_0": nn.Linear, "wi_1": nn.Linear, "wo": nn.Linear, "dropout": nn.Dropout}, (), "act",
     ),
-    "wi_0", "wo", gate="wi_1",
+    "wi_0", "wo", gate="wi_1", inner="dropout",
 )  # fmt: skip
 register_feed_forward(
     "llama.mlp",  # also Mistral, Qwen ...

@@ -95,6 +95,8 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
                     replaced, note = True, f"runs inside {inside}"
                 elif id(module) in switched:
                     replaced, note = switched[id(module)]
+                    if replaced and packed and id(module) not in spans:
+                        note = "; ".join((note, *_pack_whole(module)))
                 else:
                     padded = "packed=False was asked for" if not packed else spans.get(id(module))
                     replaced, note = _apply(module, name, padded, backend, covered, undo, refusals)
@@ -162,16 +164,26 @@ def _switch_attention(
     told = {}
     for outer in huggingface.models(model):
         reason = huggingface.why_not(outer)
-        before = [(inner, inner.__dict__.get(swap.OPTIONS)) for inner in outer.modules() if is_model(inner)]
+        inners = filter(is_model, outer.modules())
+        before = [(inner, inner.__dict__.get(swap.OPTIONS), type(inner)) for inner in inners]
         taken = set() if reason is not None else set(map(id, huggingface.switch(outer, backend, packed)))
-        for inner, options in before:
+        for inner, options, cls in before:
             if id(inner) in taken:
                 told[id(inner)] = True, "attention through transformers' AttentionInterface"
-                undo.append((inner, options, type(inner)))
+                undo.append((inner, options, cls))
             else:
                 why = reason or huggingface.why_not(inner) or "it did not take the attention implementation"
                 told[id(inner)] = False, f"because {why}"
     return told
+
+
+def _pack_whole(module: nn.Module) -> list[str]:
+    """Lets a model whose attention was switched run packed where a recipe knows how; what then happens, or nothing."""
+    for recipe in registered():
+        if recipe.packs and not swap.is_fused(module) and recipe.recognise(module) is True:
+            swap.swap(module, replace(swap.options(module), recipe=recipe.name))
+            return [recipe.what]
+    return []
 
 
 def _apply(
@@ -246,8 +258,8 @@ def _left(module: nn.Module) -> tuple[bool, str]:
 
 
 def _notes(entries: list[Entry]) -> list[str]:
-    packs = tuple(recipe.what for recipe in registered() if recipe.packs)
-    if any(entry.replaced and entry.note.startswith(packs) for entry in entries):
+    packs = {recipe.what for recipe in registered() if recipe.packs}
+    if any(entry.replaced and any(what in entry.note for what in packs) for entry in entries):
         return ["where a batch has padding, the outputs of packed stacks are 0 at padded positions"]
     return []
 
@@ -261,6 +273,7 @@ def _undo(undo: list[_Before], kept: list[nn.Module], thawed: list[nn.Module]) -
     for module, before, cls in undo:
         if before is not None:
             if is_model(module):
+                module.__class__ = cls
                 module.__dict__[swap.OPTIONS] = before
                 module.set_attn_implementation(huggingface.implementation(before.backend))  # type: ignore[operator]
             elif swap.is_derived(module):

@@ -24,6 +24,7 @@ def packing(
     reason: str | None = None,
     *,
     batch_first: bool = True,
+    behind: bool = False,
 ) -> Packed | None:
     """How the batch ``x`` (B, T, E) of a fused stack of layers runs packed, or None where it runs padded.
 
@@ -35,6 +36,7 @@ def packing(
         why_not: why_not(layer) tells what keeps a layer from running fused, or None.
         reason: what keeps the stack itself from it, if anything does.
         batch_first: whether ``x`` lies so; else it is (T, B, E).
+        behind: whether its layers ask how far tokens are apart, so that no padding may stand between them.
     """
     if mask is None or not options(stack).packed or guard.tracing(x) or x.numel() == 0:
         return None
@@ -46,6 +48,8 @@ def packing(
         reason = reason or "its mask hides more than padding"
     elif not bool(keep[:, 0].all()):  # also where a row has no token at all
         reason = reason or "a row begins with padding"
+    elif behind and bool((keep[:, 1:] & ~keep[:, :-1]).any()):
+        reason = reason or "padding stands between its tokens"
     for number, layer in enumerate(layers if reason is None else ()):
         reason = "its class is not fused" if not is_fused(layer) else why_not(layer)
         if reason is None and guard.hooked(layer):

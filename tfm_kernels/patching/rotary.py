@@ -65,6 +65,7 @@ _TURNS = {
     ("f43e6c870a47", _ROTATE_HALF): _HALVES,  # Phi-3
     ("6cd4c97b0fc9", _ROTATE_HALF): _HALVES,  # Nemotron
     ("c98b5941dddf", _ROTATE_HALF): _HALVES,  # with the result in the dtype that came: Olmo
+    ("6135a22be078", _ROTATE_HALF): Turn(narrow=True),  # ModernBERT
     ("5e1e24c840fd", "0fee3e15bc25"): Turn(True, narrow=True),  # Cohere
     ("9362fef7a258", _ROTATE_PAIRS): _PAIRS,  # a part of a head: GLM
     ("2c1b53053e53", _ROTATE_PAIRS): _PAIRS,  # Helium

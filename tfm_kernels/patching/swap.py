@@ -149,6 +149,11 @@ def again(module: nn.Module, fused: type, told: Options) -> None:
     note(module, told)
 
 
+def unswap(module: nn.Module) -> None:
+    """Gives a module its own class back and leaves it its options; one whose class was derived since stays."""
+    module.__class__ = original_class(module)
+
+
 def note(module: nn.Module, told: Options) -> None:
     """Gives a fused module its options, or new ones."""
     module.__dict__[OPTIONS] = told
