@@ -29,6 +29,17 @@ def distilbert(**changes):
     return hf.DistilBertModel(hf.DistilBertConfig(**{**settings, **changes})).eval()
 
 
+def albert(**changes):
+    """Three layers, the first two of which are one and the same."""
+    hf = transformers()
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=99, embedding_size=16, hidden_size=32, num_hidden_layers=3, num_hidden_groups=2,
+        num_attention_heads=4, intermediate_size=64, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+    )  # fmt: skip
+    return hf.AlbertModel(hf.AlbertConfig(**{**settings, **changes})).eval()
+
+
 def batch(rows=3, length=7, lengths=(4, 7, 2)):
     """(ids, attention_mask) of a batch padded on the right."""
     torch.manual_seed(1)

@@ -13,6 +13,7 @@ from torch import nn
 
 import tfm_kernels as tfk
 from tests.patching.models import (
+    albert,
     assert_as_exact,
     assert_compiles,
     batch,
@@ -76,6 +77,7 @@ MODELS = {
     "gpt2": lambda: decoder("gpt2", **GPT2),  # Conv1D
     "bert": bert,
     "distilbert": distilbert,
+    "albert": albert,
 }
 LINEARS = {  # attention's, the feed-forward's
     "llama": (("q_proj", "v_proj"), ("gate_proj", "down_proj")),
@@ -87,6 +89,7 @@ LINEARS = {  # attention's, the feed-forward's
     "gpt2": (("c_attn",), ("c_fc",)),
     "bert": (("query", "value"), ("dense",)),
     "distilbert": (("q_lin", "v_lin"), ("lin1",)),
+    "albert": (("query", "value"), ("ffn",)),
 }
 
 
@@ -144,6 +147,7 @@ PARTS = {
     "gpt2": ("ln_2", "mlp"),
     "bert": ("output", "attention", "self", "intermediate", "LayerNorm", "encoder"),
     "distilbert": ("ffn", "attention", "sa_layer_norm"),
+    "albert": ("ffn", "attention", "full_layer_layer_norm"),
 }
 
 

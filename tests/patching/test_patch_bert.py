@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.models import assert_same_results, batch, bert, compare, distilbert, results, transformers
+from tests.patching.models import albert, assert_same_results, batch, bert, compare, distilbert, results, transformers
 
-FAMILIES = {"bert": bert, "distilbert": distilbert}
+FAMILIES = {"bert": bert, "distilbert": distilbert, "albert": albert}
 hidden = lambda model, **more: lambda m=model: m(**more).last_hidden_state
 
 
@@ -136,10 +136,12 @@ def test_packed_falls_back(case):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_norm_over_the_sequence_too_keeps_its_layer(family, packed):
     model, (ids, mask) = FAMILIES[family](), batch()
-    if family == "bert":
-        model.encoder.layer[1].output.LayerNorm = nn.LayerNorm((7, 32))
-    else:
-        model.transformer.layer[1].output_layer_norm = nn.LayerNorm((7, 32))
+    norms = {
+        "bert": "encoder.layer.1.output.LayerNorm",
+        "distilbert": "transformer.layer.1.output_layer_norm",
+        "albert": "encoder.albert_layer_groups.1.albert_layers.0.full_layer_layer_norm",
+    }
+    model.set_submodule(norms[family], nn.LayerNorm((7, 32)))
     run = run_on(ids, mask)
     wanted = run(model.double())
     with tfk.patch(model, packed=packed, backend="reference") as report:

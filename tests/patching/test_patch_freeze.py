@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.models import batch, bert, distilbert, encoder
+from tests.patching.models import albert, batch, bert, distilbert, encoder
 from tfm_kernels import _library
 from tfm_kernels.patching import frozen, onednn
 
@@ -36,15 +36,21 @@ def call(model):
         return model(x, src_key_padding_mask=~mask.bool())[mask.bool()]
 
 
-def headless_bert():
+def headless(build):
     """Its pooler, whose few rows keep nothing, left out."""
-    model = bert()
+    model = build()
     model.pooler = None
     return model
 
 
-MODELS = {"bert": headless_bert, "distilbert": distilbert, "encoder": encoder}
-HOLDERS = {"bert": 8, "distilbert": 8, "encoder": 2}  # four projections a layer; torch.nn's attention has them in one
+MODELS = {
+    "bert": lambda: headless(bert),
+    "distilbert": distilbert,
+    "albert": lambda: headless(albert),
+    "encoder": encoder,
+}
+# four projections a layer, and ALBERT's into its stack; torch.nn's attention has them in one
+HOLDERS = {"bert": 8, "distilbert": 8, "albert": 9, "encoder": 2}
 
 
 def error(y, exact):

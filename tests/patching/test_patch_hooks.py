@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.models import batch, bert, compare, decoder, distilbert, encoder, results
+from tests.patching.models import albert, batch, bert, compare, decoder, distilbert, encoder, results
 
 MODELS = {
     "llama": lambda: decoder("llama"),
@@ -24,6 +24,7 @@ MODELS = {
     "gpt2": lambda: decoder("gpt2"),
     "bert": bert,
     "distilbert": distilbert,
+    "albert": albert,
 }
 
 

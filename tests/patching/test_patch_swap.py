@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.models import batch, bert, decoder, distilbert, encoder, transformers
+from tests.patching.models import albert, batch, bert, decoder, distilbert, encoder, transformers
 from tfm_kernels.patching import swap
 from tfm_kernels.proof.modules import replaced
 
@@ -32,7 +32,7 @@ def call(model):
     return model(torch.randn(2, 7, 16))
 
 
-MODELS = {"sequential": sequential, "encoder": encoder, "bert": bert, "distilbert": distilbert}
+MODELS = {"sequential": sequential, "encoder": encoder, "bert": bert, "distilbert": distilbert, "albert": albert}
 
 
 def names_of(model):

@@ -8,11 +8,11 @@ from torch.func import functional_call, grad, jvp
 
 import tfm_kernels as tfk
 from tests.patching import test_patch_families as families
-from tests.patching.models import assert_as_exact, batch, bert, distilbert
+from tests.patching.models import albert, assert_as_exact, batch, bert, distilbert
 
 
 def build(kind):
-    model = {"bert": bert, "distilbert": distilbert}.get(kind, lambda: families.build(kind))()
+    model = {"bert": bert, "distilbert": distilbert, "albert": albert}.get(kind, lambda: families.build(kind))()
     model.set_attn_implementation("eager")
     return model
 
@@ -61,7 +61,7 @@ def differentiated(model, run, mode):
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward over reverse", "reverse over reverse"])
-@pytest.mark.parametrize("kind", ["bert", "distilbert", "gpt2", "llama", "bart", "t5", "vit"])
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "albert", "gpt2", "llama", "bart", "t5", "vit"])
 def test_derivatives(kind, mode):
     """With padding, causal or not, with a bias that learns, and with heads in groups."""
     model, run = build(kind), run_of(kind)

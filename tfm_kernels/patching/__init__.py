@@ -1,5 +1,6 @@
 """Putting the fused layers into existing models, and taking them out again."""
 
+from . import albert as albert
 from . import alibi as alibi
 from . import bart as bart
 from . import bert as bert

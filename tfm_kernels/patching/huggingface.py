@@ -199,16 +199,22 @@ def packing(
     stack: nn.Module,
     mask: Any,
     x: Tensor,
-    layers: Any,
+    layers: Iterable[nn.Module],
     why_not: Callable[[Any], str | None],
-    reason: str | None = None,
+    why_not_stack: Callable[[Any], str | None] | None = None,
     **options: Any,
 ) -> Packed | None:
-    """``packed.packing`` for a stack of transformers' layers: not while something collects what the layers give."""
-    if mask is not None and collecting() and swap.options(stack).packed:
+    """``packed.packing`` for a stack of transformers' layers: not while something collects what the layers give.
+
+    ``why_not_stack(stack)``, where given, tells what else keeps the stack itself from it; ``options`` are
+    ``packed.packing``'s.
+    """
+    if mask is None or not swap.options(stack).packed:
+        return None
+    if collecting():
         swap.fell_back(stack, "output_hidden_states or output_attentions was asked for")
         return None
-    return packed.packing(stack, mask, x, layers, why_not, reason, **options)
+    return packed.packing(stack, mask, x, layers, why_not, why_not_stack and why_not_stack(stack), **options)
 
 
 def _is_cross_attention_of_t5(module: nn.Module) -> bool:
