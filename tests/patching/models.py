@@ -104,18 +104,21 @@ def assert_compiles(model, run):
     torch._dynamo.reset()
 
 
-def assert_dropout_proven(model):
+def assert_dropout_proven(model, inputs=None, take=lambda out: out.logits):
     """prove() lets both models drop the same elements; what is dropped is more than rounding in what it gives."""
-    ids, mask = batch(length=9, lengths=(9, 9, 9))
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    if inputs is None:
+        ids, mask = batch(length=9, lengths=(9, 9, 9))
+        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     report = tfk.prove(model.train(), inputs, steps=1)
     assert report.passed, report.table()
     assert not any("original code" in note for note in report.notes), report.notes
     with torch.no_grad():
-        truth = copy.deepcopy(model).double().eval()(**inputs).logits
-        stock = copy.deepcopy(model).eval()(**inputs).logits
+        wide = {name: value.double() if value.is_floating_point() else value
+                for name, value in inputs.items() if isinstance(value, torch.Tensor)}  # fmt: skip
+        truth = take(copy.deepcopy(model).double().eval()(**{**inputs, **wide}))
+        stock = take(copy.deepcopy(model).eval()(**inputs))
         with tfk.patch(model):
-            found = [each(**inputs).logits for each in (model, copy.deepcopy(model).eval())]
+            found = [take(each(**inputs)) for each in (model, copy.deepcopy(model).eval())]
     dropped, whole = (Judge(torch.float32, 1.05).compare("output", {"y": truth}, {"y": stock}, {"y": y}, module="")
                       for y in found)  # fmt: skip
     assert all(row.passed for row in whole) and not any(row.passed for row in dropped)

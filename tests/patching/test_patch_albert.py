@@ -1,14 +1,11 @@
 """patch() on ALBERT: what its shared layers, their groups and its own dropouts add to tests of the BERT family."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 import tfm_kernels as tfk
-from tests.patching.models import albert, assert_same_results, batch, results, transformers
-from tfm_kernels.proof.rule import Judge
+from tests.patching.models import albert, assert_dropout_proven, assert_same_results, batch, results, transformers
 
 LAYER = "encoder.albert_layer_groups.0.albert_layers.0"
 INSIDE = ("query", "key", "value", "dense", "attention_dropout", "output_dropout")
@@ -76,20 +73,11 @@ def test_proven(training, padded, dtype):
 
 @pytest.mark.parametrize("name", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
 def test_each_dropout_is_dropped_where_it_was(name):
-    """prove() lets both models drop the same elements; what is dropped is more than rounding in what it gives."""
-    model = albert(**{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, name: 0.3}).train()
+    model = albert(**{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, name: 0.3})
     model.embeddings.dropout.p = 0.0
     ids, mask = batch()
     inputs = {"input_ids": ids, "attention_mask": mask}
-    report = tfk.prove(model, inputs, steps=1)
-    assert report.passed, report.table()
-    take = lambda m: {"y": m(**inputs).last_hidden_state[mask.bool()].detach()}
-    truth, stock = take(copy.deepcopy(model).double().eval()), take(copy.deepcopy(model).eval())
-    with tfk.patch(model):
-        dropped, whole = take(model), take(copy.deepcopy(model).eval())
-    judge = Judge(torch.float32, 1.05)
-    assert all(row.passed for row in judge.compare("output", truth, stock, whole, module=""))
-    assert not any(row.passed for row in judge.compare("output", truth, stock, dropped, module=""))
+    assert_dropout_proven(model, inputs, lambda out: out.last_hidden_state[mask.bool()])
 
 
 COLLECTS = "output_hidden_states or output_attentions was asked for"

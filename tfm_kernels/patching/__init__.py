@@ -26,6 +26,7 @@ from . import sequential as sequential
 from . import starcoder2 as starcoder2
 from . import torch_encoder as torch_encoder
 from . import torch_nn as torch_nn
+from . import wav2vec2 as wav2vec2
 from .hand_written import declare_feed_forward as declare_feed_forward
 from .hand_written import declare_layer_norm as declare_layer_norm
 from .hand_written import declare_residual as declare_residual

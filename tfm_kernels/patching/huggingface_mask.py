@@ -18,15 +18,15 @@ from ..nn.packed import Packed
 from . import guard
 
 # Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23 and 5.24
-# (bert-generation, codegen, data2vec-text, ernie, eurobert, gptj, gte, jina_embeddings_v3, modernbert, nomic_bert and
-# roc_bert with 5.24).
+# (bert-generation, codegen, data2vec-audio, data2vec-text, ernie, eurobert, gptj, gte, hubert, jina_embeddings_v3,
+# modernbert, nomic_bert, roc_bert, sew, unispeech, unispeech-sat and wav2vec2 with 5.24).
 MASK_AS_DATA = frozenset(
     "albert apertus arcee bart bert bert-generation bitnet camembert clip_text_model codegen cohere cohere2 "
-    "data2vec-text deepseek_v3 distilbert electra ernie ernie4_5 eurobert exaone4 gemma gemma3_text glm glm4 gpt2 "
-    "gpt_bigcode gpt_neox gptj granite granitemoe gte helium hunyuan_v1_dense jina_embeddings_v3 llama marian "
-    "ministral ministral3 mistral mixtral modernbert nemotron nomic_bert olmo olmo2 olmo3 olmoe opt persimmon phi "
-    "phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roc_bert seed_oss smollm3 stablelm starcoder2 t5 vit "
-    "whisper xlm-roberta".split()
+    "data2vec-audio data2vec-text deepseek_v3 distilbert electra ernie ernie4_5 eurobert exaone4 gemma "
+    "gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox gptj granite granitemoe gte helium hubert hunyuan_v1_dense "
+    "jina_embeddings_v3 llama marian ministral ministral3 mistral mixtral modernbert nemotron nomic_bert olmo "
+    "olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roc_bert seed_oss "
+    "sew smollm3 stablelm starcoder2 t5 unispeech unispeech-sat vit wav2vec2 whisper xlm-roberta".split()
 )
 
 

@@ -128,3 +128,12 @@ register_feed_forward(
     Known({"forward": "48bdf6cd43a6"}, {"c_fc": nn.Linear, "c_proj": nn.Linear}, (), "act", shares=True),
     "c_fc", "c_proj", after="residual_dropout",
 )  # fmt: skip
+register_feed_forward(
+    "wav2vec2.feed_forward",  # also HuBERT, UniSpeech, WavLM, SpeechT5 ...; transformers 5.24
+    Known(
+        {"forward": "16430e12a9aa"},
+        {"intermediate_dense": nn.Linear, "output_dense": nn.Linear, "intermediate_dropout": nn.Dropout},
+        (), "intermediate_act_fn", ("output_dropout",),
+    ),
+    "intermediate_dense", "output_dense", after="output_dropout", inner="intermediate_dropout",
+)  # fmt: skip
