@@ -44,7 +44,9 @@ def fail():
 def test_all_green(tmp_path, capsys):
     code, files = run(tmp_path, part("build", a=dict), part(b=lambda: {"C1": 0.5}))
     assert code == 0 and states(files, "build") == {"a": GREEN} and files["contract"]["groups"][0]["C1"] == 0.5
-    assert files["contract"]["environment"] == NOW and files["contract"]["complete"] == sorted(STEMS)
+    assert files["contract"]["environment"] == {**NOW, "ahead": False} and files["contract"]["complete"] == sorted(
+        STEMS
+    )
     out = capsys.readouterr().out
     assert "build        1 green, 0 s" in out and "Fake 1, driver 1" in out and not list(tmp_path.glob("*.partial"))
 
@@ -79,7 +81,7 @@ def test_all_processes_run_the_kernels_that_wait(tmp_path, monkeypatch):
     found = lambda files: [files["contract"]["groups"][0][name] for name in ("ahead", "least", "takes")]
     code, files = run(tmp_path, asked)
     assert code == 0 and found(files) == [[False] * 3, 7, False]
-    code, files = run(tmp_path, asked, words=["--ahead", "--fresh"])
+    code, files = run(tmp_path, asked, words=["--ahead"])  # into the same folder, which it does not continue
     assert code == 0 and found(files) == [[True] * 3, 0, True]
 
 
@@ -198,7 +200,22 @@ def test_an_item_that_never_ends(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("change", [{"sources": "other"}, {"gpu": "Fake 2"}, {"torch": "2.1"}])
+def test_an_item_that_may_take_longer_is_not_red_where_time_was_short(tmp_path, monkeypatch):
+    monkeypatch.setattr(conductor, "GRACE", 0.3)
+    monkeypatch.setattr(conductor, "HANGING", 0.1)
+    slow = Part("models", "a fake", 1.0, lambda room, results: iter([Item("a", lambda: time.sleep(60))]), patience=30.0)
+    code, files = run(tmp_path, slow, words=["--minutes", "0.005"])
+    assert code == 75 and states(files, "models") == {}
+
+
+def test_a_machine_without_the_cpp_extension_says_what_it_times(tmp_path, capsys):
+    run(tmp_path, part(a=dict), now={**NOW, "calls": False})
+    assert "every call is planned anew: build it first" in capsys.readouterr().out
+    run(tmp_path, part(a=dict), now={**NOW, "calls": True})
+    assert "planned anew" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [{"sources": "other"}, {"gpu": "Fake 2"}, {"torch": "2.1"}, {"calls": False}])
 def test_nothing_is_continued_on_other_ground(tmp_path, change):
     run(tmp_path, part(a=fail))
     code, files = run(tmp_path, part(a=dict), now={**NOW, **change})

@@ -73,9 +73,11 @@ def main(
             _ahead()
         if options.compile is not None:
             return _compile(options, subjects)
-        now = ask(read)
+        now = {**ask(read), "ahead": options.ahead}
         if "refusal" in now:
             return _refuse(now["refusal"])
+        if not now.get("calls", True):
+            print("bench.gpu: the C++ extension is not built, so every call is planned anew: build it first")
         for kernels in options.kernels:
             packed.unpack(kernels, ".".join(map(str, now["capability"])))
     except packed.PackError as error:

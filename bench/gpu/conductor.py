@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -191,5 +192,5 @@ def _bury(index: int, code: int | None, part: Part, ledger: Ledger) -> None:
     if code is not None:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         ledger.add({**name, "state": RED, "why": f"its process ended by {how}"})
-    elif age > min(part.patience, HANGING):
+    elif age > (HANGING if math.isinf(part.patience) else part.patience):
         ledger.add({**name, "state": RED, "why": f"did not end within {age:.0f} s"})

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tfm_kernels import _library
 from tfm_kernels.bench import record
 
 PROTOCOL = 1  # raised whenever what is judged or timed, or how, changes
@@ -48,6 +49,7 @@ def read() -> dict[str, Any]:
         "nvcc": nvcc(),
         "torch": torch.__version__,
         "triton": package("triton"),
+        "calls": _library.cpu_extension is not None,  # without it, no call is repeated as it was planned
         "python": platform.python_version(),
         "commit": record.git("rev-parse", "--short=12", "HEAD"),
         "sources": record.sources(SOURCES),

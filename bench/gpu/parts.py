@@ -32,7 +32,7 @@ PARTS = (
     Part("memory", "guards, more than 2**31 elements", 40, memory.items, PATIENCE, PROCESSES),
     Part("limits", "copy bandwidth and matrix rate", 10, limits.items),
     Part("speed", "kernels and peers in turns", 135, speed.items),
-    Part("models", "whole models, eager and compiled", 400, models.items, named=True),
+    Part("models", "whole models, eager and compiled", 400, models.items, 300.0, named=True),
     Part(
         "sanitizers",
         "the smallest calls under compute-sanitizer",

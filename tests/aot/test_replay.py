@@ -1,5 +1,7 @@
 """tfm_kernels/triton/_replay.py: a call that was recorded launches what its launcher would, and nothing else."""
 
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -86,6 +88,36 @@ def test_the_third_call_is_the_first_repeated(told):
     ((kernel, grid, given, again),) = launches
     assert kernel is sum_rows_kernel and grid == (1, 1, 1) and again
     assert given[0] is calls[-1] and given[1] is y
+
+
+def test_one_thread_records_at_a_time(told):
+    """Another one calls its launcher meanwhile, and records a later call."""
+    planned = []
+
+    def double(x):
+        planned.append(x)
+        launch(x)
+        return torch.empty(1)
+
+    launcher, x = _replay.Launcher(double, _library._launch_key), torch.zeros(3)
+    launcher(x)
+    with _replay._recording:
+        launcher(x), launcher(x)
+    launcher(x), launcher(x)
+    assert len(planned) == 4 and not _replay._recording.locked()
+
+
+def test_recording_leaves_torchs_compiler_alone():
+    """It does not import it, which takes seconds, and changes no flag of the process that it reads."""
+    code = (
+        "import sys, torch\nfrom tfm_kernels.triton import _replay\nx = torch.ones(2)\n"
+        "from torch.utils import _python_dispatch as modes\n"
+        "with _replay.Recorder([x]):\n    torch.empty(2), x + x\n"
+        "    assert not modes.is_in_any_mode_without_ignore_compile_internals()\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_other_layouts_are_other_calls(told):

@@ -245,6 +245,24 @@ def test_a_patch_that_fails_leaves_a_packed_model_as_it_was():
         tfk.patching.register_recipe(tfk.patching.Recipe("test.fails", lambda m: False, lambda c: c, ""))
 
 
+def test_a_part_whose_attention_cannot_be_ours_is_given_back_its_own():
+    """Gemma 4's hearing attends by itself alone: what the whole model is given back is not for it."""
+    hf, small = transformers(), dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    text = dict(**small, num_key_value_heads=2, head_dim=8, intermediate_size=48, vocab_size=99)
+    torch.manual_seed(0)
+    config = hf.Gemma4Config(
+        text_config={**text, "vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8},
+        audio_config=dict(**small), vision_config=dict(**small, intermediate_size=48, head_dim=8),
+    )  # fmt: skip
+    model = hf.Gemma4Model(config).eval()
+    names = lambda: {m.config._attn_implementation for m in model.modules() if isinstance(m, hf.PreTrainedModel)}
+    assert names() == {"sdpa", "eager"}
+    tfk.patch(model)
+    assert names() == {"tfm_kernels", "eager"}
+    tfk.unpatch(model)
+    assert names() == {"sdpa", "eager"} and model.audio_tower.config._attn_implementation == "eager"
+
+
 def test_a_window_reaches_attention_as_a_band():
     """Of the layers that see one; so far keys alone are looked at, and not written out as a matrix."""
     model, seen = build("ModernBert"), []

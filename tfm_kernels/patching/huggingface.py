@@ -369,8 +369,8 @@ def switch_back(outer: Iterable[nn.Module]) -> int:
     wanted = {module: _before(module) for module in inner}
     by_config = [m for m in inner if is_ours(m.config) and swap.OPTIONS not in m.__dict__]
     for module, name in wanted.items():  # what an outer model is set to goes through to the inner ones, which follow
-        if name is not None and module.config._attn_implementation != name:
-            module.set_attn_implementation(name)
+        if name is not None:  # its own method asks whether the inner ones could take what the outer one had
+            module.config._attn_implementation = name
         for config in _copied(module) if name is not None else ():
             if is_ours(config):
                 config._attn_implementation = name

@@ -87,19 +87,25 @@ def _packing(
         return None
     if guard.tracing(tokens, mask) or mask.shape != tokens.shape[:2] or bool(mask.all()):
         return None
-    reason = None
-    if any(given is not None and name not in _KNOWN for name, given in told.items()):
-        reason = "it was called with more than tokens and their padding"
-    elif told.get("return_dict") is False or not getattr(model.config, "return_dict", True):
-        reason = "its outputs were asked for as a tuple"
-    elif any(told.get(name) or getattr(model.config, name, False) for name in _COLLECTS):
-        reason = "output_hidden_states or output_attentions was asked for"
-    elif any(name in model._modules and guard.hooked(model._modules[name]) for name in calls):
-        reason = "a part of it has hooks"
-    elif any(_drops(model, path) for path in drops):
-        reason = "its embeddings' dropout would count other rows"
     keep = Mask.keep((mask != 0)[:, None, None, :])
-    return huggingface.packing(model, keep, tokens, model._modules[layers], why_not, reason, behind=True)
+
+    def why_not_model(model: Any) -> str | None:
+        return _why_not(model, told, calls, drops)
+
+    return huggingface.packing(model, keep, tokens, model._modules[layers], why_not, why_not_model, behind=True)
+
+
+def _why_not(model: Any, told: dict[str, Any], calls: tuple[str, ...], drops: tuple[str, ...]) -> str | None:
+    if any(given is not None and name not in _KNOWN for name, given in told.items()):
+        return "it was called with more than tokens and their padding"
+    if told.get("return_dict") is False or not getattr(model.config, "return_dict", True):
+        return "its outputs were asked for as a tuple"
+    if any(told.get(name) or getattr(model.config, name, False) for name in _COLLECTS):
+        return "output_hidden_states or output_attentions was asked for"
+    if any(name in model._modules and guard.hooked(model._modules[name]) for name in calls):
+        return "a part of it has hooks"
+    drawn = any(_drops(model, path) for path in drops)
+    return "its embeddings' dropout would count other rows" if drawn else None
 
 
 def _drops(model: nn.Module, path: str) -> bool:

@@ -109,9 +109,12 @@ def _fuse_encoder(original: Any) -> type:
             def why_not(layer: nn.Module) -> str | None:
                 return _why_not(layer, output_attentions)
 
-            collects = "output_hidden_states was asked for" if output_hidden_states else None
-            mask = as_data(attention_mask)
-            packed = huggingface.packing(self, mask, hidden_states, self.layer, why_not, collects, behind=True)
+            def why_not_stack(stack: nn.Module) -> str | None:
+                return "output_hidden_states was asked for" if output_hidden_states else None
+
+            packed = huggingface.packing(
+                self, as_data(attention_mask), hidden_states, self.layer, why_not, why_not_stack, behind=True
+            )
             if packed is None:
                 told = (output_attentions, output_hidden_states, return_dict)
                 return super().forward(hidden_states, attention_mask, *told, **kwargs)

@@ -11,6 +11,7 @@ A launcher that does what cannot be repeated, such as reading a tensor's values,
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ _EMPTY = frozenset(
         torch.ops.aten.empty_like.default,
     )
 )
+# What a mode of torch's changes is the process': a thread that enters another one meanwhile would leave it changed
+_recording = threading.Lock()
 SEEN, REFUSED = "seen", "refused"  # a key met once, and one whose call cannot be repeated
 Values = list[Any]  # of one call: its arguments, then the tensors that were made on the way
 
@@ -214,6 +217,14 @@ class Recorder(TorchDispatchMode):
     Whatever tensor it meets is an argument, a tensor made on the way, or a view of one of these. None is kept alive.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import torch._dynamo: seconds, in the middle of a model's second step
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # inside, nothing is compiled
+
     def __init__(self, arguments: Sequence[Any]) -> None:
         super().__init__()
         self.refused = False
@@ -372,8 +383,13 @@ class Launcher:
         if found is None or found == REFUSED:
             results = self._launch(*arguments)
             return _keep(key, found or SEEN, results)
-        with Recorder(arguments) as recorder:
-            results = self._launch(*arguments)
+        if not _recording.acquire(blocking=False):
+            return self._launch(*arguments)
+        try:
+            with Recorder(arguments) as recorder:
+                results = self._launch(*arguments)
+        finally:
+            _recording.release()
         several = results if isinstance(results, tuple) else (results,)
         record = recorder.record(several)
         return _keep(key, REFUSED if record is None else Replay(record, several[0].device), results)
