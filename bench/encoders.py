@@ -1,9 +1,9 @@
 """python -m bench.encoders: encoders, patched, eager and compiled; bench/results/<device>/models/encoders.json.
 
-transformers' BERT of all-MiniLM-L6-v2's sizes and ViT of DeiT-small's, and torch.nn's encoder of the paper's, random
-weights: inference and a training step without its optimizer, stock and patched, and both under torch.compile. What
-prove() says of a smaller one comes first, compiled too: where it fails nothing is timed. In turns, in an order shuffled
-anew each round.
+transformers' BERT of all-MiniLM-L6-v2's sizes, MPNet of all-mpnet-base-v2's, ModernBERT's base and ViT of DeiT-small's,
+and torch.nn's encoder of the paper's, random weights: inference and a training step without its optimizer, stock and
+patched, and both under torch.compile. What prove() says of a smaller one comes first, compiled too: where it fails
+nothing is timed. In turns, in an order shuffled anew each round.
 
 python -m bench.encoders                  everything, a minute a case on 2 cores; needs the extra [demo]
 python -m bench.encoders --only "BERT"    the cases whose name matches
@@ -39,10 +39,29 @@ def bert(rows: int, share: float, layers: int = 6) -> Made:
     config = transformers.BertConfig(
         hidden_size=384, num_hidden_layers=layers, num_attention_heads=12, intermediate_size=1536
     )
-    lengths = torch.linspace(share, 1.0, rows).mul(128).round().unsqueeze(1)
-    mask = (torch.arange(128) < lengths).long()
-    ids = torch.randint(1000, 30000, (rows, 128)) * mask
-    return transformers.BertModel(config, add_pooling_layer=False), {"input_ids": ids, "attention_mask": mask}
+    return transformers.BertModel(config, add_pooling_layer=False), _text(rows, share, 128)
+
+
+def mpnet(rows: int, layers: int = 12) -> Made:
+    """MPNet on rows of 64 to 128 tokens."""
+    import transformers
+
+    return transformers.MPNetModel(transformers.MPNetConfig(num_hidden_layers=layers)), _text(rows, 0.5, 128)
+
+
+def modernbert(rows: int, layers: int = 22) -> Made:
+    """ModernBERT on rows of 256 to 1024 tokens, of which two layers of three see 129."""
+    import transformers
+
+    model = transformers.ModernBertModel(transformers.ModernBertConfig(num_hidden_layers=layers))
+    return model, _text(rows, 0.25, 1024)
+
+
+def _text(rows: int, share: float, length: int) -> dict[str, Tensor]:
+    """Rows of which the shortest has ``share`` of ``length`` tokens, the longest all, and the others lie between."""
+    lengths = torch.linspace(share, 1.0, rows).mul(length).round().unsqueeze(1)
+    mask = (torch.arange(length) < lengths).long()
+    return {"input_ids": torch.randint(1000, 30000, (rows, length)) * mask, "attention_mask": mask}
 
 
 def vit(rows: int, layers: int = 12) -> Made:
@@ -65,6 +84,8 @@ def encoder(rows: int, layers: int = 6) -> Made:
 MODELS: dict[str, tuple[Callable[..., Made], int, bool]] = {
     "BERT, rows of 64 to 128": (functools.partial(bert, share=0.5), 32, True),
     "BERT, rows of 128": (functools.partial(bert, share=1.0), 32, False),
+    "MPNet, rows of 64 to 128": (mpnet, 8, False),
+    "ModernBERT, rows of 256 to 1024": (modernbert, 4, False),
     "ViT, rows of 197": (vit, 8, False),
     "torch.nn, rows of 128": (encoder, 16, True),
 }

@@ -176,7 +176,7 @@ def test_embeddings_that_drop_or_are_watched_run_padded():
         handle = model.embeddings.register_forward_hook(lambda m, args, out: shapes.append(out.shape))
         run_on()(model)
         handle.remove()
-        assert report.fallbacks == {"": {"a part of it has hooks": 1}} and shapes == [(4, 17, 32)]
+        assert report.fallbacks == {"": {"embeddings has hooks": 1}} and shapes == [(4, 17, 32)]
         assert not run_on()(model)[MASK == 0].any()
 
 
@@ -185,6 +185,59 @@ def test_dropout_inside_a_feed_forward_block_runs_padded():
     with tfk.patch(model) as report:
         run_on()(model)
         assert report.fallbacks == {"": {"layer 0 cannot run packed: its dropout would count other rows": 1}}
+
+
+class OverTokens(nn.Module):
+    """In place of a part that takes rows one by one: a mean over the tokens of each row."""
+
+    def forward(self, x, *args, **kwargs):
+        return x + x.mean(1, keepdim=True)
+
+
+PLACES = {
+    ("ModernBert", "layers.1.mlp"): "layer 1 cannot run packed: mlp is OverTokens",
+    ("ModernBert", "layers.1.attn_norm"): "layer 1 cannot run packed: attn_norm is OverTokens",
+    ("Gte", "layers.0.mlp.act_fn"): "layer 0 cannot run packed: mlp.act_fn is OverTokens",
+    ("EuroBert", "layers.2.post_attention_layernorm"): (
+        "layer 2 cannot run packed: post_attention_layernorm is OverTokens"
+    ),
+    ("EuroBert", "norm"): "norm is OverTokens",
+    ("NomicBert", "embeddings.LayerNorm"): "embeddings.LayerNorm is OverTokens, not LayerNorm",
+    ("JinaEmbeddingsV3", "embeddings"): "embeddings is Other, whose forward is not the known one",
+}
+
+
+@pytest.mark.parametrize("family, place", PLACES)
+def test_parts_of_ones_own_that_mix_tokens_run_padded(family, place):
+    """Put in before patching or after it."""
+    model = build(family)
+    part = OverTokens()
+    if place == "embeddings":
+        part = copy.deepcopy(model.embeddings)
+
+        class Other(type(part)):
+            def forward(self, **told):
+                y = super().forward(**told)
+                return y + y.mean(1, keepdim=True)
+
+        part.__class__ = Other
+    later = copy.deepcopy(model)
+    model.set_submodule(place, part)
+    stock = run_on()(model)
+    with tfk.patch(later) as report:
+        later.set_submodule(place, part)
+        torch.testing.assert_close(run_on()(later), stock)
+        assert PLACES[family, place] in report.fallbacks[""]
+    with tfk.patch(model):
+        torch.testing.assert_close(run_on()(model), stock)
+
+
+def test_positions_that_depend_on_the_length_run_padded():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = build("NomicBert", rope_parameters=rope)
+    with tfk.patch(model) as report:
+        run_on()(model)
+        assert report.fallbacks == {"": {"its rotary positions depend on the length of the batch": 1}}
 
 
 @pytest.mark.parametrize("family", ["ModernBert", "MPNet"])

@@ -25,7 +25,11 @@ from .swap import fell_back, options
 _ATTENTION = Known({"forward": "0083112e4da8"}, {}, calls=("Wqkv", "Wo", "out_drop"))
 _LAYER = Known({"forward": "edec019ee483"}, {"mlp_norm": nn.LayerNorm}, calls=("attn_norm", "attn", "mlp"))
 _MLP = Known({"forward": "cdfc63c5b53c"}, {"Wi": nn.Linear, "Wo": nn.Linear, "drop": nn.Dropout}, (), "act")
-MODEL = "ad628821311e"
+_MODEL = Known(
+    {"forward": "ad628821311e", "embeddings.forward": "e9ef22bb1fa6", "rotary_emb.forward": "aa5f8d996efa"},
+    {"embeddings.tok_embeddings": nn.Embedding, "embeddings.norm": nn.LayerNorm, "embeddings.drop": nn.Dropout},
+    ("embeddings", "rotary_emb"), calls=("final_norm",),
+)  # fmt: skip
 
 
 def _fuse_attention(original: Any) -> type:
@@ -66,14 +70,6 @@ def _fuse_layer(original: Any) -> type:
     return Fused
 
 
-def _why_not_packed(layer: Any) -> str | None:
-    if not huggingface.attends(layer.attn):
-        return "its model's attention implementation was set to another one"
-    drops = (layer.attn.out_drop, layer.mlp.drop)
-    drawn = any(type(drop) is not nn.Identity and block.dropout_p(drop) > 0.0 for drop in drops)
-    return "its dropout would count other rows" if drawn else None
-
-
 def _masks(model: Any, packed: Packed) -> dict[str, Packed]:
     """What the model makes of a padding mask: one for each kind of its layers."""
     window = getattr(model.config, "sliding_window", None)
@@ -87,6 +83,4 @@ register_recipe(
     first=False,
 )
 register_feed_forward("modernbert.mlp", _MLP, "Wi", "Wo", gate="Wi", inner="drop")
-register_model(
-    "modernbert.model", MODEL, _why_not_packed, _masks, ("embeddings", "rotary_emb", "final_norm"), ("embeddings.drop",)
-)
+register_model("modernbert.model", _MODEL, _masks, attention="attn", norm="final_norm", dropout="embeddings.drop")

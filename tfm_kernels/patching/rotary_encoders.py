@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..nn.packed import Packed
-from . import block, huggingface
+from . import block
 from .decoder import PROJECTIONS, register_attention
 from .huggingface_mask import as_prepared
 from .huggingface_packed import register_model
@@ -34,6 +34,26 @@ _GTE_MLP = Known(
 )  # fmt: skip
 
 
+_ROTARY = "fdf4680dfba6"
+_EUROBERT = Known(
+    {"forward": "c83b6a00613a", "rotary_emb.forward": _ROTARY}, {"embed_tokens": nn.Embedding}, ("rotary_emb",),
+    calls=("norm",), shares=True,
+)  # fmt: skip
+
+
+def _model(forward: str, embeddings: str) -> Known:
+    return Known(
+        {"forward": forward, "embeddings.forward": embeddings, "rotary_emb.forward": _ROTARY},
+        {
+            "embeddings.word_embeddings": nn.Embedding,
+            "embeddings.LayerNorm": nn.LayerNorm,
+            "embeddings.dropout": nn.Dropout,
+        },
+        ("embeddings", "rotary_emb"),
+        shares=True,
+    )
+
+
 def _fuse(original: Any) -> type:
     class Fused(original):
         def forward(self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Tensor:
@@ -50,30 +70,20 @@ def _fuse(original: Any) -> type:
     return Fused
 
 
-def _why_not_packed(layer: Any) -> str | None:
-    if not huggingface.attends(layer.self_attn):
-        return "its model's attention implementation was set to another one"
-    inner = layer.mlp._modules.get("dropout")
-    drawn = inner is not None and block.dropout_p(inner) > 0.0
-    return "its feed-forward block's dropout would count other rows" if drawn else _LAYER.why_not(layer)
-
-
-def _why_not_eurobert(layer: Any) -> str | None:
-    attends = huggingface.attends(layer.self_attn)
-    return None if attends else "its model's attention implementation was set to another one"
-
-
 def _masks(model: Any, packed: Packed) -> Packed:
     return as_prepared(packed)
 
 
-_PARTS = ("embeddings", "rotary_emb", "pooler")
 register_attention("nomic_bert", _ATTENTION)
 register_recipe(
     Recipe("nomic_bert.layer", _LAYER.recognise, _fuse, "both sums with dropout and LayerNorm", _LAYER.covers),
     first=False,
 )
 register_feed_forward("gte.mlp", _GTE_MLP, "gate_proj", "down_proj", gate="up_proj", inner="dropout")
-for _name, _forward in (("nomic_bert.model", "aa32461b351b"), ("gte.model", "282bdeba2eac")):  # the latter Jina's, too
-    register_model(_name, _forward, _why_not_packed, _masks, _PARTS, ("embeddings.dropout",))
-register_model("eurobert.model", "c83b6a00613a", _why_not_eurobert, _masks, ("embed_tokens", "rotary_emb", "norm"), ())
+for _name, _known in (
+    ("nomic_bert.model", _model("aa32461b351b", "c1a6b97ee8f2")),
+    ("jina_v3.model", _model("282bdeba2eac", "c1a6b97ee8f2")),
+    ("gte.model", _model("282bdeba2eac", "ec9b3544d946")),
+):
+    register_model(_name, _known, _masks, attention="self_attn", dropout="embeddings.dropout")
+register_model("eurobert.model", _EUROBERT, _masks, attention="self_attn", norm="norm")
