@@ -59,7 +59,7 @@ def test_a_forward(family, side, seen):
     model, (ids, keep) = build(family), padded(side)
     run = lambda m: m(ids, attention_mask=keep, use_cache=False).logits[keep.bool()]
     wanted, kept = run(model), keeps_attention(model)
-    with tfk.patch(model) as report:
+    with tfk.patch(model, packed=False) as report:
         given = run(model)
         assert not any("attention was called" in reason for met in report.fallbacks.values() for reason in met)
     torch.testing.assert_close(given, wanted)
@@ -101,7 +101,7 @@ def test_generation(family, cache, seen):
     if cache == "static":
         told["cache_implementation"] = "static"
     wanted = model.generate(ids, **told)
-    with tfk.patch(model):
+    with tfk.patch(model, packed=False):
         assert torch.equal(model.generate(ids, **told), wanted)
     prompt, rest = seen[:2], seen[2:]
     assert all(isinstance(mask, Mask) and mask.keep_matrix is not None for mask in prompt)
@@ -161,7 +161,7 @@ def test_packed_sequences_keep_their_dense_mask(seen):
     ids, positions = padded("none")[0], torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]).expand(3, -1)
     run = lambda m: m(ids, position_ids=positions, use_cache=False).logits
     wanted = run(model)
-    with tfk.patch(model):
+    with tfk.patch(model, packed=False):
         torch.testing.assert_close(run(model), wanted)
     assert [type(mask) for mask in seen] == [torch.Tensor] * 2
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import _library
 from .._autocast import beyond_autocast
 from ..mask import Band, Mask
 
@@ -77,11 +78,20 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, added: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     grouped = bool(q.shape[1] != k.shape[1])  # sizes are tensors while torch.jit traces
+    if added is not None and added.is_floating_point() and torch.is_grad_enabled() and _library.transformed():
+        # vmap hides from PyTorch that a bias wants its gradient, and it would take a kernel that has none for it
+        return _written_out(q, k, v, added, is_causal, scale, grouped)
     try:
         return F.scaled_dot_product_attention(q, k, v, added, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     except NotImplementedError:
         if forward_ad._current_level < 0:
             raise
+    return _written_out(q, k, v, added, is_causal, scale, grouped)
+
+
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, is_causal: bool, scale: float | None, grouped: bool
+) -> Tensor:
     if added is not None and added.dtype == torch.bool:  # which the written-out one takes for 0 and 1
         added = torch.zeros_like(added, dtype=q.dtype).masked_fill(~added, -torch.inf)
     written_out = torch._scaled_dot_product_attention_math

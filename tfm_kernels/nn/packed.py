@@ -25,6 +25,7 @@ class Packed:
         batch_first: whether the padded batch lies as (B, T, E), else as (T, B, E).
         sight: what a token sees of its sequence, causal or a window; None for all.
         keys: where the tokens lie that are attended to, a sequence each; None for those of the batch itself.
+        longest: at least the length of the longest sequence, where that is not ``length``, or None.
     """
 
     index: Tensor
@@ -34,6 +35,7 @@ class Packed:
     batch_first: bool = True
     sight: Mask | None = None
     keys: Packed | None = None
+    longest: int | None = None
 
     @staticmethod
     def of(keep: Tensor, batch_first: bool = True, sight: Mask | None = None) -> Packed:
@@ -41,6 +43,16 @@ class Packed:
         batch, length = keep.shape
         cu_seqlens = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0)).int()
         return Packed(keep.flatten().nonzero().squeeze(1), cu_seqlens, batch, length, batch_first, sight)
+
+    @staticmethod
+    def in_rows(starts: Tensor) -> Packed:
+        """Of a batch without padding whose rows hold sequences behind one another: where ``starts`` (B, T) is True."""
+        batch, length = starts.shape
+        total = batch * length
+        begins = torch.cat([starts.flatten().nonzero().squeeze(1), starts.new_tensor([total], dtype=torch.long)])
+        longest = int(begins.diff().max())
+        index = torch.arange(total, device=starts.device)
+        return Packed(index, begins.int(), batch, length, longest=longest)
 
     def to(self, device: torch.device | str) -> Packed:
         """The same packing with its tensors on ``device``."""
@@ -64,6 +76,12 @@ class Packed:
             return self.index
         return self.index % self.length * self.batch + self.index // self.length
 
+    def spread(self, x: Tensor) -> Tensor:
+        """Heads as they lie in the padded batch: (1, H, total, D) -> (B, H, T, D), with 0 where there is padding."""
+        x = x.squeeze(0).transpose(0, 1)
+        padded = x.new_zeros(self.batch * self.length, *x.shape[1:]).index_copy(0, self.index, x)
+        return padded.view(self.batch, self.length, *x.shape[1:]).transpose(1, 2)
+
     def padding(self) -> Tensor:
         """(B, T) bool, laid out as the padded batch: True where there is no token, and ``unpack`` gives 0."""
         hidden = self.index.new_ones(self.batch * self.length, dtype=torch.bool)
@@ -77,26 +95,22 @@ class Packed:
         that does not take, (B or 1, H or 1, T, T), the padded batch attends: each sequence at the cost of T T_b.
         """
         options.setdefault("mask", self.sight)
-        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
         if options.get("bias") is not None:
-            return self._padded(q, k, v, **options).transpose(0, 1).unsqueeze(0)
+            return self._padded(query, key, value, **options)
         options.pop("bias", None)
+        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
         keys = self.keys or self
-        ends, longest = (self.cu_seqlens, keys.cu_seqlens), (self.length, keys.length)
+        ends, longest = (self.cu_seqlens, keys.cu_seqlens), (self.longest or self.length, keys.longest or keys.length)
         out: Any = ops.attention_varlen(q, k, v, *ends, *longest, **options)
         return out.transpose(0, 1).unsqueeze(0)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, **options: Any) -> Tensor:
-        """``ops.attention`` of the padded batch, whose padding has to stand behind the tokens: (total, H, D) thrice."""
-
-        def spread(x: Tensor) -> Tensor:
-            padded = x.new_zeros(self.batch * self.length, *x.shape[1:]).index_copy(0, self.index, x)
-            return padded.view(self.batch, self.length, *x.shape[1:]).transpose(1, 2)
-
+        """``ops.attention`` of the padded batch, whose padding has to stand behind the tokens."""
         seen = Mask.lengths(self.cu_seqlens.diff())
         seen = seen if mask is None else mask & seen
-        out: Any = ops.attention(spread(query), spread(key), spread(value), seen, **options)
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.index)
+        q, k, v = map(self.spread, (query, key, value))
+        out: Any = ops.attention(q, k, v, seen, **options)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.index).transpose(0, 1).unsqueeze(0)
 
 
 def rows(mask: Any) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from . import alibi as alibi
 from . import bart as bart
 from . import bert as bert
 from . import cohere as cohere
+from . import decoder_model as decoder_model
 from . import distilbert as distilbert
 from . import falcon as falcon
 from . import gemma as gemma
 from . import gpt_neo as gpt_neo
 from . import gpt_neox as gpt_neox
 from . import gptj as gptj
+from . import huggingface_heads as huggingface_heads
 from . import huggingface_norm as huggingface_norm
 from . import huggingface_parts as huggingface_parts
 from . import llama as llama

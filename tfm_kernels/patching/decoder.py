@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..nn.packed import Packed
 from . import block, guard, huggingface
 from .huggingface_norm import is_rms, sum_and_norm, why_not_sum_and_norm
 from .known import Known
@@ -71,7 +72,10 @@ def attended(
     """
     if angles is not None:
         q, k = turned(self, q, k, *angles)
-    if update is not None:
+    if isinstance(mask, Packed):
+        if update is not None:  # a cache lies padded
+            update(mask.spread(k), mask.spread(v))
+    elif update is not None:
         k, v = update(k, v)
     p = told.pop("dropout") if "dropout" in told else self.attention_dropout
     dropout = p if self.training else 0.0

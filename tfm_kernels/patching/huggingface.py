@@ -31,7 +31,8 @@ REPLACES = ("sdpa", "eager")  # implementations that patching takes the place of
 # Keywords that do not change what attention computes once the mask is there.
 _HARMLESS = frozenset(
     "position_ids use_cache output_attentions output_hidden_states encoder_hidden_states deterministic sliding_window "
-    "output_router_logits past_key_values cache_position return_dict is_causal num_items_in_batch".split()
+    "output_router_logits past_key_values cache_position return_dict is_causal num_items_in_batch token_type_ids "
+    "shift_labels cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
 )
 _ATTENDS = "_tfm_kernels_attends"  # in the __dict__ of the modules whose attention was switched
 _previous: dict[int, tuple[weakref.ref, str]] = {}  # id of a config -> what patching replaced in it
@@ -159,6 +160,18 @@ def is_idle_collector(hook: Any) -> bool:
 guard.IDLE_HOOKS.append(is_idle_collector)
 
 
+def asks_for_gradients(hook: Any) -> bool:
+    """Whether a forward hook is that by which transformers, where it checkpoints, lets embeddings require gradients.
+
+    They are called as they are, wherever they stand.
+    """
+    made_by = getattr(hook, "__qualname__", "").partition(".<locals>.")[0]
+    return made_by.endswith(".enable_input_require_grads") and hook.__module__ == "transformers.modeling_utils"
+
+
+guard.IDLE_HOOKS.append(asks_for_gradients)
+
+
 def wants_weights(kwargs: dict[str, Any]) -> bool:
     """Whether the caller will read the attention weights: asked for by keyword or by transformers' collector."""
     if kwargs.get("output_attentions"):
@@ -258,20 +271,6 @@ def models(module: nn.Module) -> Iterator[nn.Module]:
     else:
         for inner in module.children():
             yield from models(inner)
-
-
-def below_span_heads(model: nn.Module) -> dict[int, str]:
-    """id of a module -> why it runs padded, for all below a head that takes a softmax over all positions.
-
-    Such heads, and those that people write after them, call their last layer ``qa_outputs``, or are called by what
-    they do.
-    """
-    heads = (
-        module
-        for module in model.modules()
-        if "qa_outputs" in module._modules or type(module).__name__.endswith("ForQuestionAnswering")
-    )
-    return {id(inner): "its model's head reads all positions, padding too" for m in heads for inner in m.modules()}
 
 
 def asks_registry(module: nn.Module) -> bool:

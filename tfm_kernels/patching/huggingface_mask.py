@@ -6,7 +6,7 @@ bool tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -88,8 +88,10 @@ def mask(
     # of the file, as torch 2.11 traces no import from transformers itself, which is lazy
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-    if isinstance(attention_mask, (Mask, Packed)):
+    if isinstance(attention_mask, Mask):
         return attention_mask
+    if isinstance(attention_mask, Packed):
+        return replace(attention_mask, sight=_sight(mask_function, kwargs.get("local_size"), kwargs))
     asked = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
         "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask, **kwargs,
@@ -118,6 +120,17 @@ def mask(
         told = None if torch.compiler.is_compiling() else asked
         return Prepared(*_band(q_length, kv_length, offset, local), keep_matrix=keep, shape=shape, asked=told)
     return sdpa_mask(**asked)
+
+
+def _sight(mask_function: Any, local: int | None, asked: dict[str, Any]) -> Mask | None:
+    """What a token of a packed batch sees of its sequence under the mask that its model makes for a kind of layers."""
+    if "allow_is_bidirectional_skip" in asked:
+        return None if local is None else Mask.window(local, local)
+    if not _is_causal(mask_function, local, asked.get("config")):
+        raise NotImplementedError(
+            "tfm_kernels: a model that runs packed made a mask that is neither causal nor a window"
+        )
+    return Mask.causal() if local is None else Mask.window(local - 1, 0)
 
 
 def _is_causal(mask_function: Any, local: int | None, config: Any) -> bool:

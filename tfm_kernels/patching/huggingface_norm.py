@@ -98,6 +98,16 @@ def _kind(norm: Any) -> _Kind:
     return _TORCH if forward is nn.LayerNorm.forward else _KINDS[source.fingerprint(forward)]  # type: ignore[index]
 
 
+_ALL = (
+    T5_NORM, LLAMA_NORM, GEMMA_NORM, OLMO2_NORM, HELIUM_NORM, COHERE_NORM, OLMO_NORM, NEMOTRON_NORM,
+)  # fmt: skip
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module, fused or not, is a norm of a kind that this file knows."""
+    return any(all(source.says(module, method, said) for method, said in code.items()) for code in _ALL)
+
+
 def is_rms(known: Known, path: str) -> bool:
     """Whether the norm at ``path`` in known code is an RMS norm."""
     code: Any = known.code.get(f"{path}.forward")

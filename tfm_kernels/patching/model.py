@@ -12,7 +12,7 @@ from torch import nn
 from .._backend import BACKENDS
 from .._flops import tell_torch
 from .._transformers import is_model
-from . import frozen, huggingface, swap
+from . import frozen, huggingface, huggingface_heads, swap
 from .registry import Refused, registered, was_true
 from .report import Entry, PatchReport
 from .specimen import one_patch
@@ -88,7 +88,7 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     refusals: list[tuple[str, Refused]] = []
     try:
         switched = _switch_attention(model, backend, packed, undo)
-        spans = huggingface.below_span_heads(model)
+        spans = huggingface_heads.below_span_heads(model)
         with one_patch():
             for name, module in model.named_modules():
                 inside = covered.get(id(module))
@@ -96,8 +96,11 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
                     replaced, note = True, f"runs inside {inside}"
                 elif id(module) in switched:
                     replaced, note = switched[id(module)]
-                    if replaced and packed and id(module) not in spans:
-                        note = "; ".join((note, *_pack_whole(module)))
+                    if not replaced and swap.is_fused(module) and not swap.is_derived(module):
+                        undo.append((module, module.__dict__.get(swap.OPTIONS), type(module)))
+                        swap.restore(module)
+                    if packed and id(module) not in spans:
+                        replaced, note = _pack_whole(module, replaced, note, backend, undo)
                 else:
                     padded = "packed=False was asked for" if not packed else spans.get(id(module))
                     replaced, note = _apply(module, name, padded, backend, covered, undo, refusals)
@@ -178,13 +181,24 @@ def _switch_attention(
     return told
 
 
-def _pack_whole(module: nn.Module) -> list[str]:
-    """Lets a model whose attention was switched run packed where a recipe knows how; what then happens, or nothing."""
+def _pack_whole(
+    module: nn.Module, switched: bool, note: str, backend: str | None, undo: list[_Before]
+) -> tuple[bool, str]:
+    """Lets a model of transformers run packed where a recipe knows how: (replaced, note).
+
+    One whose attention was not switched is only asked for what its labels count.
+    """
+    if swap.is_fused(module):  # its class was derived from
+        return switched, note
     for recipe in registered():
-        if recipe.packs and not swap.is_fused(module) and recipe.recognise(module) is True:
-            swap.swap(module, replace(swap.options(module), recipe=recipe.name))
-            return [recipe.what]
-    return []
+        known = recipe.packs and (switched or recipe.name == huggingface_heads.NAME)
+        if known and recipe.recognise(module) is True:
+            if not switched:
+                undo.append((module, None, type(module)))
+            told = swap.options(module) if switched else swap.Options(recipe.name, backend)
+            swap.swap(module, replace(told, recipe=recipe.name))
+            return True, f"{note}; {recipe.what}" if switched else f"{recipe.what}; not more, {note}"
+    return switched, note
 
 
 def _apply(
@@ -273,7 +287,7 @@ def _undo(undo: list[_Before], kept: list[nn.Module], thawed: list[nn.Module]) -
     huggingface.switch_back(module for module, before, _ in undo if before is None and is_model(module))
     for module, before, cls in undo:
         if before is not None:
-            if is_model(module):
+            if before.previous is not None:  # a model of transformers whose attention was switched
                 module.__class__ = cls
                 module.__dict__[swap.OPTIONS] = before
                 module.set_attn_implementation(huggingface.implementation(before.backend))  # type: ignore[operator]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +17,23 @@ from .swap import fell_back, is_fused, options
 WATCHERS: list[Callable[[nn.Module, Packed], None]] = []  # each is told of every stack that is about to run packed
 
 
+class _Padded(threading.local):
+    reason: str | None = None
+
+
+_padded = _Padded()
+
+
+@contextmanager
+def padded(reason: str) -> Iterator[None]:
+    """Within the block this thread's calls run padded, for a reason that the report tells."""
+    before, _padded.reason = _padded.reason, reason
+    try:
+        yield
+    finally:
+        _padded.reason = before
+
+
 def packing(
     stack: nn.Module,
     mask: object,
@@ -25,31 +44,37 @@ def packing(
     *,
     batch_first: bool = True,
     behind: bool = False,
+    in_front: bool = False,
 ) -> Packed | None:
     """How the batch ``x`` (B, T, E) of a fused stack of layers runs packed, or None where it runs padded.
 
     Args:
         stack: the fused module; what keeps it from packing is noted for the report.
-        mask: what it was given; only one that hides padding keys and nothing else can be packed.
+        mask: what it was given; only one that hides padding keys and nothing else can be packed. A Packed tells it.
         x: its input.
         layers: its layers; each has to be fused, and nobody may watch what goes into it and out.
         why_not: why_not(layer) tells what keeps a layer from running fused, or None.
         reason: what keeps the stack itself from it, if anything does.
         batch_first: whether ``x`` lies so; else it is (T, B, E).
         behind: whether its layers ask how far tokens are apart, so that no padding may stand between them.
+        in_front: whether padding may stand in front of a row's tokens.
     """
     if mask is None or not options(stack).packed or guard.tracing(x) or x.numel() == 0:
         return None
     batch, length = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     keep = _key_padding(mask, batch, length)
-    if not isinstance(mask, Mask):
+    if isinstance(mask, Packed):
+        pass
+    elif not isinstance(mask, Mask):
         reason = reason or "its mask is a matrix, which may hide more than padding"
     elif keep is None:
         reason = reason or "its mask hides more than padding"
-    elif not bool(keep[:, 0].all()):  # also where a row has no token at all
-        reason = reason or "a row begins with padding"
-    elif behind and bool((keep[:, 1:] & ~keep[:, :-1]).any()):
+    elif not bool((keep.any(1) if in_front else keep[:, 0]).all()):
+        reason = reason or ("a row has no tokens" if in_front else "a row begins with padding")
+    elif behind and bool(((keep[:, 1:] & ~keep[:, :-1]).sum(1) > (~keep[:, 0]).int()).any()):
         reason = reason or "padding stands between its tokens"
+    elif _padded.reason is not None:
+        reason = _padded.reason
     for number, layer in enumerate(layers if reason is None else ()):
         reason = "its class is not fused" if not is_fused(layer) else why_not(layer)
         if reason is None and guard.hooked(layer):
@@ -58,8 +83,11 @@ def packing(
             reason = f"layer {number} cannot run packed: {reason}"
             break
     if reason is None:
-        assert keep is not None
-        packed = Packed.of(keep, batch_first)
+        if isinstance(mask, Packed):
+            packed = mask
+        else:
+            assert keep is not None
+            packed = Packed.of(keep, batch_first)
         for watcher in WATCHERS:
             watcher(stack, packed)
         return packed

@@ -1,0 +1,160 @@
+"""patch() below heads that are told labels: where these count padding, all runs padded, and the loss is what it was."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import tfm_kernels as tfk
+from tests.patching.models import compare, transformers
+from tests.patching.test_patch_decoder_model import BEHIND, IDS, MASKS, packings
+from tests.patching.test_patch_decoder_model import build as decoder
+from tests.patching.test_patch_encoders import build as encoder
+from tfm_kernels.patching import swap
+
+LEFT_OUT = -100
+REASON = "its labels count padding, which -100 would leave out"
+
+
+def bert(head):
+    hf = transformers()
+    torch.manual_seed(0)
+    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=99)
+    config = hf.BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return getattr(hf, f"BertFor{head}")(config).eval()
+
+
+HEADS = {
+    "llama": lambda: decoder("llama", head=True),
+    "bert tokens": lambda: bert("TokenClassification"),
+    "bert masked": lambda: bert("MaskedLM"),
+    "modernbert": lambda: encoder("ModernBert", "ForMaskedLM"),
+    "mpnet": lambda: encoder("MPNet", "ForMaskedLM"),  # whose attention patching leaves to its layers
+}
+
+
+def trained(model, mask, labels, **more):
+    """The loss and its gradients."""
+    model.zero_grad()
+    loss = model(input_ids=IDS, attention_mask=mask, labels=labels, **more).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+def labelled(name, mask, counting):
+    """Labels of all tokens, and of padding too where they are to count it."""
+    labels = IDS % 2 if name == "bert tokens" else IDS
+    return labels if counting else labels.masked_fill(mask == 0, LEFT_OUT)
+
+
+@pytest.mark.parametrize("counting", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_labels_at_padding_are_looked_at(name, counting):
+    model, labels = HEADS[name](), labelled(name, BEHIND, counting)
+    stock, patched = trained(model, BEHIND, labels), copy.deepcopy(model)
+    with tfk.patch(patched) as report, packings() as seen:
+        compare(trained(patched, BEHIND, labels), stock, 1e-5)
+        assert len(seen) == (not counting)
+        told = [reason for met in report.fallbacks.values() for reason in met]
+        assert told == [REASON] * counting
+        assert "runs padded where its labels count padding" in report.entries[0].note
+        padding = BEHIND == 0  # without labels it runs packed all the same
+        y = patched(IDS, attention_mask=BEHIND).logits
+        assert len(seen) == 1 + (not counting) and torch.equal(y[padding], y[padding][:1].expand_as(y[padding]))
+
+
+def test_a_label_that_padding_in_front_foretells_is_counted():
+    """A decoder's first token is foretold by the padding before it; -100 there leaves that out."""
+    model, mask = decoder("llama", head=True), MASKS["in front"]
+    labels = labelled("llama", mask, False)
+    first = mask.cumsum(1) == 1
+    for told, counts in ((labels, True), (labels.masked_fill(first & (mask == 1), LEFT_OUT), False)):
+        stock, patched = trained(model, mask, told), copy.deepcopy(model)
+        with tfk.patch(patched), packings() as seen:
+            compare(trained(patched, mask, told), stock, 1e-5)
+            assert len(seen) == (not counts)
+
+
+def test_labels_moved_beforehand_and_those_of_whole_rows():
+    model = decoder("llama", head=True)
+    moved = torch.nn.functional.pad(IDS, (0, 1), value=LEFT_OUT)[:, 1:].contiguous()
+    for more, counts in ((moved, True), (moved.masked_fill(BEHIND == 0, LEFT_OUT), False)):
+        patched, told = copy.deepcopy(model), dict(shift_labels=more)
+        stock = trained(model, BEHIND, IDS.masked_fill(BEHIND == 0, LEFT_OUT), **told)
+        with tfk.patch(patched), packings() as seen:
+            compare(trained(patched, BEHIND, IDS.masked_fill(BEHIND == 0, LEFT_OUT), **told), stock, 1e-5)
+            assert len(seen) == (not counts)
+    rows = bert("SequenceClassification")
+    with tfk.patch(rows), packings() as seen:
+        rows(IDS, attention_mask=BEHIND, labels=torch.tensor([0, 1, 1, 0]))
+        assert len(seen) == 1
+
+
+def test_labels_told_by_place():
+    model = decoder("llama", head=True)
+    told = (IDS, BEHIND, None, None, None, IDS)
+    stock = model(*told).loss
+    with tfk.patch(model), packings() as seen:
+        torch.testing.assert_close(model(*told).loss, stock)
+        assert not seen
+
+
+def test_what_counts_padding_is_proven_either_way():
+    for counting in (False, True):
+        inputs = {"input_ids": IDS, "attention_mask": BEHIND, "labels": labelled("llama", BEHIND, counting)}
+        report = tfk.prove(decoder("llama", head=True), {**inputs, "use_cache": False})
+        assert report.passed, report.table()
+
+
+@pytest.mark.parametrize("name", ["bert masked", "mpnet"])
+def test_a_head_is_given_back_copied_and_patched_again(name):
+    model = HEADS[name]()
+    cls = type(model)
+    tfk.patch(model)
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert swap.is_fused(other) and isinstance(other, cls) and type(other).__name__ == cls.__name__
+        with packings() as seen:
+            other(IDS, attention_mask=BEHIND, labels=IDS)
+            assert not seen
+    tfk.patch(model, packed=False)
+    assert type(model) is cls
+    tfk.patch(model)
+    assert swap.is_fused(model)
+    with pytest.raises(ValueError, match="backend"):
+        tfk.patch(model, backend="none such")
+    assert swap.is_fused(model) and tfk.unpatch(model) > 0 and type(model) is cls
+    assert swap.OPTIONS not in model.__dict__
+
+
+def test_a_patch_that_fails_leaves_a_head_as_it_was():
+    model = torch.nn.ModuleDict({"text": HEADS["mpnet"](), "odd": torch.nn.Linear(2, 2)})
+    cls, name = type(model["text"]), model["text"].config._attn_implementation
+
+    class Odd(torch.nn.Linear):
+        pass
+
+    model["odd"].__class__ = Odd
+
+    def fails(module):
+        raise RuntimeError("no")
+
+    first = tfk.patching.Recipe("test.fails", lambda m: fails(m) if type(m) is Odd else False, lambda c: c, "")
+    tfk.patching.register_recipe(first)
+    try:
+        with pytest.raises(RuntimeError, match="no"):
+            tfk.patch(model)
+        assert type(model["text"]) is cls and swap.OPTIONS not in model["text"].__dict__
+        tfk.patch(model["text"])
+        with pytest.raises(RuntimeError, match="no"):
+            tfk.patch(model, packed=False)
+        assert swap.is_fused(model["text"]) and model["text"].config._attn_implementation == name
+    finally:
+        tfk.patching.register_recipe(tfk.patching.Recipe("test.fails", lambda m: False, lambda c: c, ""))
+
+
+def test_no_head_is_looked_at_below_which_nothing_packs():
+    model = transformers().GPT2LMHeadModel(transformers().GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=99))
+    cls = type(model)
+    with tfk.patch(model):
+        assert type(model) is cls
