@@ -76,5 +76,5 @@ def _count_padding(told: dict[str, Any]) -> bool:
 
 
 NAME = "huggingface.labels"
-register_recipe(Recipe(NAME, _recognise, _fuse, WHAT, packs=True), first=False)
+register_recipe(Recipe(NAME, _recognise, _fuse, WHAT, packs=True, whole=True), first=False)
 swap.on_load[NAME] = huggingface.register

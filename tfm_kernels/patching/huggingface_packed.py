@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def register_model(
                 if len(told) < len(args) + len(kwargs):  # an argument was given twice, or there are too many
                     return super().forward(*args, **kwargs)
                 reason = functools.partial(_why_not_packed, why_not, told)
-                packed = _packing(self, told, why_not_layer, reason, causal)
+                packed = packing(self, told, self.layers, why_not_layer, reason, causal)
                 if packed is None:
                     return super().forward(*args, **kwargs)
                 outputs = super().forward(**_packed(told, names, packed), attention_mask=masks(self, packed))
@@ -126,14 +126,15 @@ def _has_recipes(layer: nn.Module, attention: str) -> bool:
     return all(any(recipe.recognise(part) is True for recipe in own) for part in parts)
 
 
-def _packing(
+def packing(
     model: Any,
     told: dict[str, Any],
+    layers: Iterable[nn.Module],
     why_not_layer: Callable[[Any], str | None],
     why_not: Callable[[Any], str | None],
-    causal: bool,
+    causal: bool = False,
 ) -> Packed | None:
-    """How a call of a model runs packed, or None where it does not."""
+    """How a call of a model runs packed, by what it is told, or None where it does not."""
     mask, tokens = told.get("attention_mask"), told.get("input_ids")
     tokens = told.get("inputs_embeds") if tokens is None else tokens
     if not (isinstance(tokens, Tensor) and swap.is_fused(model)):
@@ -148,7 +149,7 @@ def _packing(
     if causal and not bool(keep[:, 0].all()):
         why_not_layer = functools.partial(_why_not_moved, why_not_layer)
     shown = Mask.keep(keep[:, None, None, :])
-    return huggingface.packing(model, shown, tokens, model.layers, why_not_layer, why_not, behind=True, in_front=causal)
+    return huggingface.packing(model, shown, tokens, layers, why_not_layer, why_not, behind=True, in_front=causal)
 
 
 def _in_rows(
@@ -201,10 +202,11 @@ def _is_new(cache: Any) -> bool:
 
 
 def _why_not_packed(why_not: Callable[[Any], str | None], told: dict[str, Any], model: Any) -> str | None:
-    return _why_not_call(model, told) or why_not(model)
+    return why_not_call(model, told) or why_not(model)
 
 
-def _why_not_call(model: Any, told: dict[str, Any]) -> str | None:
+def why_not_call(model: Any, told: dict[str, Any]) -> str | None:
+    """None where a call asks for nothing but a model's last hidden state, as an output, else why it runs padded."""
     if any(given is not None and name not in _KNOWN for name, given in told.items()):
         return "it was called with more than tokens and their padding"
     if any(told.get(name) is not None and not _is_new(told[name]) for name in _CACHES):

@@ -94,16 +94,14 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
                 inside = covered.get(id(module))
                 if inside is not None:
                     replaced, note = True, f"runs inside {inside}"
-                elif id(module) in switched:
+                elif id(module) in switched and (switched[id(module)][0] or swap.options(module).previous):
                     replaced, note = switched[id(module)]
-                    if not replaced and swap.is_fused(module) and not swap.is_derived(module):
-                        undo.append((module, module.__dict__.get(swap.OPTIONS), type(module)))
-                        swap.restore(module)
-                    if packed and id(module) not in spans:
-                        replaced, note = _pack_whole(module, replaced, note, backend, undo)
+                    if replaced and packed and id(module) not in spans:
+                        note = "; ".join((note, *_pack_whole(module)))
                 else:
                     padded = "packed=False was asked for" if not packed else spans.get(id(module))
-                    replaced, note = _apply(module, name, padded, backend, covered, undo, refusals)
+                    _, unswitched = switched.get(id(module), (False, None))
+                    replaced, note = _apply(module, name, padded, backend, covered, undo, refusals, unswitched)
                 entries.append(Entry(name, type(module).__name__, replaced, note, inside))
                 modules.append(module)
         _require_true(refusals)
@@ -181,24 +179,13 @@ def _switch_attention(
     return told
 
 
-def _pack_whole(
-    module: nn.Module, switched: bool, note: str, backend: str | None, undo: list[_Before]
-) -> tuple[bool, str]:
-    """Lets a model of transformers run packed where a recipe knows how: (replaced, note).
-
-    One whose attention was not switched is only asked for what its labels count.
-    """
-    if swap.is_fused(module):  # its class was derived from
-        return switched, note
+def _pack_whole(module: nn.Module) -> list[str]:
+    """Lets a model whose attention was switched run packed where a recipe knows how; what then happens, or nothing."""
     for recipe in registered():
-        known = recipe.packs and (switched or recipe.name == huggingface_heads.NAME)
-        if known and recipe.recognise(module) is True:
-            if not switched:
-                undo.append((module, None, type(module)))
-            told = swap.options(module) if switched else swap.Options(recipe.name, backend)
-            swap.swap(module, replace(told, recipe=recipe.name))
-            return True, f"{note}; {recipe.what}" if switched else f"{recipe.what}; not more, {note}"
-    return switched, note
+        if recipe.packs and not swap.is_fused(module) and recipe.recognise(module) is True:
+            swap.swap(module, replace(swap.options(module), recipe=recipe.name))
+            return [recipe.what]
+    return []
 
 
 def _apply(
@@ -209,8 +196,12 @@ def _apply(
     covered: dict[int, str],
     undo: list[_Before],
     refusals: list[tuple[str, Refused]],
+    unswitched: str | None,
 ) -> tuple[bool, str]:
-    """Tries every recipe on one module, those that pack unless ``padded`` says why not: (replaced, note)."""
+    """Tries every recipe on one module, those that pack unless ``padded`` says why not: (replaced, note).
+
+    On a model that ``unswitched`` says why its attention was not switched of, those for such models.
+    """
     before = module.__dict__.get(swap.OPTIONS) if swap.is_fused(module) else None
     if before is not None:
         undo.append((module, before, type(module)))
@@ -221,7 +212,7 @@ def _apply(
     if isinstance(module, torch.jit.ScriptModule):
         return False, "because TorchScript has compiled it"
     reason: bool | str = False
-    for recipe in registered():
+    for recipe in registered() if unswitched is None else (r for r in registered() if r.whole):
         try:
             answer = recipe.recognise(module)
         except Refused as refusal:
@@ -240,7 +231,9 @@ def _apply(
             undo.append((module, None, type(module)))
         swap.swap(module, swap.Options(recipe.name, backend, padded is None, found=recipe.finds(module)))
         return True, f"{recipe.what}; not more, because {reason}" if reason else recipe.what
-    return (False, f"because {reason}") if reason else _left(module)
+    if reason:
+        return False, f"because {reason}"
+    return _left(module) if unswitched is None else (False, unswitched)
 
 
 def _require_true(refusals: list[tuple[str, Refused]]) -> None:
@@ -287,7 +280,7 @@ def _undo(undo: list[_Before], kept: list[nn.Module], thawed: list[nn.Module]) -
     huggingface.switch_back(module for module, before, _ in undo if before is None and is_model(module))
     for module, before, cls in undo:
         if before is not None:
-            if before.previous is not None:  # a model of transformers whose attention was switched
+            if is_model(module) and before.previous is not None:
                 module.__class__ = cls
                 module.__dict__[swap.OPTIONS] = before
                 module.set_attn_implementation(huggingface.implementation(before.backend))  # type: ignore[operator]

@@ -34,6 +34,7 @@ class Recipe:
         covers: covers(module) gives the descendants that the fused forward runs itself; they are not patched on their
             own.
         packs: whether the recipe is for running padded batches packed, and so not for ``patch(packed=False)``.
+        whole: whether it is for models of transformers whose attention knows no registry; no other is tried on them.
         projects: projects(module) gives the modules, of its descendants or itself, whose weight the fused forward
             multiplies by through linear.py or frozen.py; ``patch(freeze=True)`` keeps packed copies for them.
         finds: finds(module) gives what to keep in the options of a module that was recognised: what was found of it.
@@ -50,6 +51,7 @@ class Recipe:
     what: str
     covers: Callable[[nn.Module], Iterable[nn.Module]] = _nothing
     packs: bool = False
+    whole: bool = False
     projects: Callable[[nn.Module], Iterable[nn.Module]] = _nothing
     unasked: tuple[str, ...] = ()
     finds: Callable[[nn.Module], Any] = _no_find
