@@ -40,6 +40,22 @@ def albert(**changes):
     return hf.AlbertModel(hf.AlbertConfig(**{**settings, **changes})).eval()
 
 
+def deberta(**changes):
+    """DeBERTa-v3's kind of scores, without dropout; no weight of a norm is 1 or 0."""
+    hf = transformers()
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=99, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64, relative_attention=True, pos_att_type="c2p|p2c", position_buckets=8,
+        share_att_key=True, norm_rel_ebd="layer_norm", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = hf.DebertaV2Model(hf.DebertaV2Config(**{**settings, **changes}))
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 0.5, 0.2)
+    return model.eval()
+
+
 def batch(rows=3, length=7, lengths=(4, 7, 2)):
     """(ids, attention_mask) of a batch padded on the right."""
     torch.manual_seed(1)

@@ -23,7 +23,11 @@ FAMILIES = {
     "Gte": dict(hidden_dropout_prob=0.0),
     "EuroBert": dict(num_key_value_heads=2),
     "MPNet": dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
-}
+    "DebertaV2": dict(
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, relative_attention=True, pos_att_type="c2p|p2c",
+        position_buckets=8, share_att_key=True, norm_rel_ebd="layer_norm", type_vocab_size=2,
+    ),
+}  # fmt: skip
 LENGTHS = torch.tensor([17, 1, 9, 12])
 IDS = torch.randint(3, 99, (4, 17), generator=torch.Generator().manual_seed(0))
 MASK = (torch.arange(17) < LENGTHS[:, None]).long()
@@ -50,7 +54,7 @@ def assert_same(family, run, select=None, **options):
 
 def stack_of(model):
     """The module that runs packed: the encoder of MPNet, else the model."""
-    return model.encoder if hasattr(model, "encoder") else model
+    return model.encoder if type(model).__name__ == "MPNetModel" else model
 
 
 def run_on(mask=MASK, **more):
@@ -75,7 +79,7 @@ def test_padded_batch(family, packed):
 
 
 def _unfused(family):
-    return [f"{family}{part}" for part in ("Embeddings", "RotaryEmbedding", "Pooler")]
+    return [f"{family}{part}" for part in ("Embeddings", "RotaryEmbedding", "Pooler", "Encoder")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,7 +88,7 @@ def test_batch_without_padding(family):
         assert_same(family, run_on(mask))
 
 
-@pytest.mark.parametrize("family", ["EuroBert", "MPNet", "NomicBert"])
+@pytest.mark.parametrize("family", ["EuroBert", "MPNet", "NomicBert", "DebertaV2"])
 def test_packed_dropout_is_the_padded_one(family):
     """Of layers that drop: NomicBERT's embeddings, which would draw others, do not."""
     model = build(family, **{name: 0.3 for name in _drops(family)}).double().train()
@@ -122,7 +126,7 @@ def test_what_each_token_has_is_packed_with_it(name):
     generator = torch.Generator().manual_seed(1)
     embeds, places = torch.randn(4, 17, 32, generator=generator), torch.randint(0, 60, (4, 17), generator=generator)
     more = {"position_ids": places}
-    if name in ("NomicBert", "JinaEmbeddingsV3", "Gte"):
+    if name in ("NomicBert", "JinaEmbeddingsV3", "Gte", "DebertaV2"):
         more["token_type_ids"] = torch.randint(0, 2, (4, 17), generator=generator)
     model, run = build(name, type_vocab_size=2), lambda m: run_on(**more, inputs_embeds=embeds.to(m.dtype))(m)
     assert_same_results(model, run, MASK.bool(), double_fallbacks=IN_FLOAT64.get(name))
@@ -150,7 +154,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-@pytest.mark.parametrize("family", ["ModernBert", "Gte"])
+@pytest.mark.parametrize("family", ["ModernBert", "Gte", "DebertaV2"])
 def test_calls_that_run_padded(family, case):
     model, (more, reason) = build(family), CALLS[case]
     told = {"input_ids": IDS, "attention_mask": MASK, **more}
@@ -203,6 +207,9 @@ PLACES = {
     ),
     ("EuroBert", "norm"): "norm is OverTokens",
     ("NomicBert", "embeddings.LayerNorm"): "embeddings.LayerNorm is OverTokens, not LayerNorm",
+    ("DebertaV2", "encoder.layer.1.output.LayerNorm"): (
+        "layer 1 cannot run packed: output.LayerNorm is OverTokens, not LayerNorm"
+    ),
     ("JinaEmbeddingsV3", "embeddings"): "embeddings is Other, whose forward is not the known one",
 }
 
@@ -240,7 +247,7 @@ def test_positions_that_depend_on_the_length_run_padded():
         assert report.fallbacks == {"": {"its rotary positions depend on the length of the batch": 1}}
 
 
-@pytest.mark.parametrize("family", ["ModernBert", "MPNet"])
+@pytest.mark.parametrize("family", ["ModernBert", "MPNet", "DebertaV2"])
 def test_a_head_that_reads_padding_is_given_what_it_had(family):
     model, spans = build(family, "ForQuestionAnswering"), torch.tensor([1, 0, 0, 3])
     told = {"input_ids": IDS, "attention_mask": MASK, "start_positions": spans, "end_positions": spans}

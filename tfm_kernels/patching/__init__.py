@@ -5,6 +5,7 @@ from . import alibi as alibi
 from . import bart as bart
 from . import bert as bert
 from . import cohere as cohere
+from . import deberta as deberta
 from . import decoder_model as decoder_model
 from . import distilbert as distilbert
 from . import falcon as falcon
