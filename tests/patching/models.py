@@ -194,6 +194,7 @@ def decoder(family, **changes):
     return model.eval()
 
 
+SUMMED_IN_FLOAT32 = ("gemma", "gemma3_text", "helium")  # the gradients of whose norms are, whatever the dtype
 _WITHOUT_REGISTRY = {"gptj": "549182418a79", "codegen": "7a04a8d1753c"}  # fingerprints of transformers 5.23
 
 

@@ -9,6 +9,7 @@ import torch
 
 import tfm_kernels as tfk
 from tests.patching.models import (
+    SUMMED_IN_FLOAT32,
     assert_as_exact_as_before,
     assert_compiles,
     assert_same_results,
@@ -71,9 +72,6 @@ def packings():
         packed.WATCHERS.remove(watch)
 
 
-SUMMED_IN_FLOAT32 = ("gemma", "gemma3_text", "helium")  # the gradients of their norms, whatever the dtype
-
-
 def assert_same(model, run, mask=None, packs=True, **options):
     """As assert_same_results; and it runs packed, or does not, each time: in float64, in float32."""
     select, wide = None if mask is None else mask.bool(), model.config.model_type not in SUMMED_IN_FLOAT32
@@ -112,6 +110,11 @@ def test_a_batch_that_is_not_padded_and_padded_ones_that_are_not_packed(family):
     assert_same(build(family), in_rows(), packs=False, packed=False)
 
 
+def test_rows_without_tokens():
+    mask = BEHIND * torch.tensor([1, 0, 1, 0])[:, None]
+    assert_same(build("qwen3"), padded(mask), mask)
+
+
 def test_positions_and_embeddings_of_ones_own():
     embeds = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(2))
     mask, places = MASKS["in front"], (MASKS["in front"].cumsum(1) - 1).clamp(min=0)
@@ -121,7 +124,7 @@ def test_positions_and_embeddings_of_ones_own():
 
 REFUSED = {
     "between": (dict(attention_mask=BEHIND * (torch.arange(9) != 1)), "padding stands between its tokens"),
-    "no tokens": (dict(attention_mask=BEHIND * (LENGTHS > 1)[:, None]), "a row has no tokens"),
+    "no tokens": (dict(attention_mask=torch.zeros_like(BEHIND)), "there are no tokens"),
     "hidden states": (dict(output_hidden_states=True), "output_hidden_states or output_attentions was asked for"),
     "more": (dict(is_causal=True), "it was called with more than tokens and their padding"),
 }  # fmt: skip

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import _library
 from .._autocast import beyond_autocast
 from ..mask import Band, Mask
 
@@ -78,7 +77,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, added: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     grouped = bool(q.shape[1] != k.shape[1])  # sizes are tensors while torch.jit traces
-    if added is not None and added.is_floating_point() and torch.is_grad_enabled() and _library.transformed():
+    if added is not None and added.is_floating_point() and torch.is_grad_enabled() and _is_mapped(added):
         # vmap hides from PyTorch that a bias wants its gradient, and it would take a kernel that has none for it
         return _written_out(q, k, v, added, is_causal, scale, grouped)
     try:
@@ -87,6 +86,10 @@ def _attend(
         if forward_ad._current_level < 0:
             raise
     return _written_out(q, k, v, added, is_causal, scale, grouped)
+
+
+def _is_mapped(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x)
 
 
 def _written_out(

@@ -165,8 +165,7 @@ def asks_for_gradients(hook: Any) -> bool:
 
     They are called as they are, wherever they stand.
     """
-    made_by = getattr(hook, "__qualname__", "").partition(".<locals>.")[0]
-    return made_by.endswith(".enable_input_require_grads") and hook.__module__ == "transformers.modeling_utils"
+    return getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
 guard.IDLE_HOOKS.append(asks_for_gradients)

@@ -119,7 +119,7 @@ def register_model(
     swap.on_load[name] = huggingface.register
 
 
-def _has_recipes(layer: nn.Module, attention: str) -> bool:
+def _has_recipes(layer: Any, attention: str) -> bool:
     """Whether a layer, its attention and what it calls ``mlp`` are of kinds that are fused."""
     parts = (layer, *(part for name, part in layer._modules.items() if name in (attention, "mlp")))
     own = [recipe for recipe in registered() if not recipe.packs]

@@ -47,11 +47,12 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
 
     Args:
         model: any module; patching a patched model applies the new options to it.
-        packed: run padded batches of recognised encoder stacks and models packed, so that padding costs nothing. Their
-            output is then 0 at padded positions, where the original has values of no meaning. Never under
-            torch.compile or graph capture, and never below a head that is known to read all positions: one for
+        packed: run padded batches of recognised encoder stacks and models, decoders among them, packed, so that padding
+            costs nothing. Their output is then 0 at padded positions, where the original has values of no meaning; so
+            are their caches. Sequences behind one another in a row, which positions tell apart, run packed too. Never
+            under torch.compile or graph capture, never below a head that is known to read all positions, one for
             question answering, which takes a softmax over them (it has a child ``qa_outputs``, or its class is called
-            ``...ForQuestionAnswering``).
+            ``...ForQuestionAnswering``), and not in calls whose ``labels`` count padding: other than -100 there.
         freeze: keep the weights of self-attention's projections, and of every Linear that no fused block runs, packed
             for the matrix library from call to call: for inference on a CPU, at the price of a second copy of them (in
             float32), made at the first call that is large enough to gain. A frozen module in training mode or asked for

@@ -57,7 +57,7 @@ def packing(
         reason: what keeps the stack itself from it, if anything does.
         batch_first: whether ``x`` lies so; else it is (T, B, E).
         behind: whether its layers ask how far tokens are apart, so that no padding may stand between them.
-        in_front: whether padding may stand in front of a row's tokens.
+        in_front: whether padding may stand in front of a row's tokens, or a row have none.
     """
     if mask is None or not options(stack).packed or guard.tracing(x) or x.numel() == 0:
         return None
@@ -69,8 +69,8 @@ def packing(
         reason = reason or "its mask is a matrix, which may hide more than padding"
     elif keep is None:
         reason = reason or "its mask hides more than padding"
-    elif not bool((keep.any(1) if in_front else keep[:, 0]).all()):
-        reason = reason or ("a row has no tokens" if in_front else "a row begins with padding")
+    elif not bool(keep.any() if in_front else keep[:, 0].all()):
+        reason = reason or ("there are no tokens" if in_front else "a row begins with padding")
     elif behind and bool(((keep[:, 1:] & ~keep[:, :-1]).sum(1) > (~keep[:, 0]).int()).any()):
         reason = reason or "padding stands between its tokens"
     elif _padded.reason is not None:
