@@ -138,12 +138,12 @@ def test_an_op_is_complete_when_its_own_items_are(tmp_path):
     items = [
         Item("a", dict, stem="layer_norm"),
         Item("b", dict, stem="ffn"),
-        Item("c", lambda: time.sleep(9), stem="ffn"),
+        Item("c", lambda: time.sleep(60), stem="ffn"),
     ]
-    cut = Part("contract", "a fake", 1.0, lambda room, results: iter(items), patience=0.3)
+    cut = Part("contract", "a fake", 1.0, lambda room, results: iter(items), patience=2.5)
     code, files = run(tmp_path, Part("contract", "a fake", 1.0, lambda room, results: iter(items[:2])))
     assert code == 0 and files["contract"]["complete"] == sorted(STEMS)
-    code, files = run(tmp_path / "cut", cut, words=["--minutes", "0.005"])
+    code, files = run(tmp_path / "cut", cut, words=["--minutes", "0.03"])
     assert code == 1 and states(files) == {"a": GREEN, "b": GREEN, "c": RED}
     assert files["contract"]["complete"] == sorted({*STEMS} - {"ffn"})
     code, files = run(tmp_path / "cut", cut)
@@ -198,6 +198,14 @@ def test_an_item_that_never_ends(tmp_path, monkeypatch):
     assert (
         code == 1 and states(files) == {"a": GREEN, "b": RED} and "did not end" in files["contract"]["groups"][1]["why"]
     )
+
+
+def test_a_driver_that_hangs_or_dies_is_told_of(monkeypatch):
+    assert conductor.ask(lambda: {"name": "a GPU"}) == {"name": "a GPU"}
+    assert conductor.ask(lambda: os._exit(3)) == {"refusal": "the process that looked for a CUDA device died"}
+    monkeypatch.setattr(conductor, "ANSWERS", 0.2)
+    answer = conductor.ask(lambda: time.sleep(60))
+    assert answer["refusal"].startswith("no answer came for 0.2 seconds")
 
 
 def test_an_item_that_may_take_longer_is_not_red_where_time_was_short(tmp_path, monkeypatch):

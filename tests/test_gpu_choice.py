@@ -175,6 +175,16 @@ def test_compiled_code_takes_the_gpu_for_a_constant():
     assert torch.compile(lambda x: x + _backend.proven_gpu(), fullgraph=True, backend="eager")(torch.ones(2)).sum() == 2
 
 
+@pytest.mark.parametrize("kinds, proven", [((), False), ((9,), True), ((9, 9), True), ((9, 8), False), ((10,), False)])
+def test_every_gpu_has_to_be_of_the_kind_that_proved(kinds, proven, monkeypatch):
+    """Of several kinds in one machine a call's need not be the one that is current first."""
+    monkeypatch.setattr(_backend, "_proven", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (kinds[gpu], 0))
+    assert _backend.proven_gpu() is proven
+
+
 def test_what_is_proven_is_explained(gpu):
     gpu()
     q = new(1, 2, 4, 8)

@@ -195,6 +195,30 @@ def test_a_gates_bias_is_measured_by_itself():
     )
 
 
+def test_a_setting_names_all_kinds_of_gpus(monkeypatch):
+    """Once each: what an A100 measured is not for the H200 beside it."""
+    names = ["H200", "H200", "A100"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: names[gpu])
+    told = []
+    for count in (3, 2, 0):
+        del names[count:]
+        _measured._setting.cache_clear()
+        told.append(_measured._setting("cuda", 0).partition(", CUDA")[0])
+    _measured._setting.cache_clear()
+    assert told == ["H200 and A100", "H200", "cuda"]
+
+
+def test_all_gpus_are_waited_for(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    tuning._wait("cpu")
+    assert not waited
+    tuning._wait("cuda")
+    assert waited == [0, 1]
+
+
 def test_what_tells_buckets_and_settings_apart():
     q, k, v = heads()
     assert _measured._setting("cpu", 1) != _measured._setting("cpu", 2)

@@ -199,10 +199,11 @@ def cpu_first(device: str, faster: bool = True) -> tuple[str, ...]:
 
 
 def proven_gpu() -> bool:
-    """Whether the current GPU is of the kind that has proven the kernels, an H200: of compute capability 9."""
+    """Whether all GPUs are of the kind that has proven the kernels, an H200: of compute capability 9."""
     global _proven
     if _proven is None:
-        _proven = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+        found = {torch.cuda.get_device_capability(gpu)[0] for gpu in range(torch.cuda.device_count())}
+        _proven = torch.cuda.is_available() and found == {9}
     return _proven
 
 

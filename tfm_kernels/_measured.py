@@ -162,7 +162,8 @@ def _setting(device: str, threads: int) -> str:
     versions = f"torch {torch.__version__}, tfm_kernels {__version__}"
     if device == "cpu":
         return f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads, {versions}"
-    name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
+    gpus = range(torch.cuda.device_count() if device == "cuda" else 0)
+    name = " and ".join(dict.fromkeys(map(torch.cuda.get_device_name, gpus))) or device
     return f"{name}, CUDA {torch.version.cuda}, {versions}"
 
 

@@ -196,14 +196,19 @@ def _measure(op: _backend.Op, call: Any, rivals: list[str], device: str, bucket:
     stand_in = op.stand_in(call)
     with torch.set_grad_enabled(bool(stand_in.leaves)), torch.autocast(device, enabled=False):
         once = {name: _once(stand_in, name) for name in rivals}
-        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-        rounds = interleaved.race_calls(once, SECONDS, ROUNDS, LEAST, wait)
+        rounds = interleaved.race_calls(once, SECONDS, ROUNDS, LEAST, lambda: _wait(device))
     preferred = next((name for name in op.prefer(call) if name in rivals), rivals[0])
     ratios = {name: statistics.median(interleaved.ratios(rounds, name, preferred)) for name in rivals}
     best = min(ratios, key=ratios.__getitem__)
     seconds = {name: interleaved.median(rounds, name) for name in rivals}
     chosen = best if ratios[best] < GAIN else preferred
     return Row(bucket, device, seconds, chosen, _backend.select(op, call, None))
+
+
+def _wait(device: str) -> None:
+    """Until all GPUs are done, whichever the call's tensors are on."""
+    for gpu in range(torch.cuda.device_count() if device == "cuda" else 0):
+        torch.cuda.synchronize(gpu)
 
 
 def _once(stand_in: _backend.StandIn, backend: str) -> Callable[[], object]:

@@ -20,6 +20,7 @@ from .part import DEVICE_LOST, RED, Item, Listed, Message, Part, Room, work
 
 GRACE = 15.0  # seconds that an item may take beyond its part's deadline before its process is ended
 HANGING = 60.0  # seconds from which an item that had to be ended is red; a shorter one runs again next time
+ANSWERS = 180.0  # seconds within which a process that looks for a CUDA device has to answer
 _LOOK = 0.2  # seconds between two looks at how long the items take
 
 # Forked, not spawned: torch is imported once. The parent must never touch CUDA, or its children could not.
@@ -27,11 +28,15 @@ _processes = multiprocessing.get_context("fork")
 
 
 def ask(question: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer of a function that touches CUDA, from a process of its own."""
+    """The answer of a function that touches CUDA, from a process of its own; a refusal where none comes in time."""
     ours, theirs = _processes.Pipe(duplex=False)
     child = _processes.Process(target=lambda: theirs.send(question()))
     child.start()
     theirs.close()
+    if not ours.poll(ANSWERS):
+        child.kill()
+        child.join(GRACE)  # one that hangs in the driver does not end
+        return {"refusal": f"no answer came for {ANSWERS:g} seconds from the process that looked for a CUDA device"}
     try:
         answer = ours.recv()
     except EOFError:
