@@ -2,9 +2,10 @@
 
 A Llama of SmolLM2-135M's sizes and a Qwen 3 of half its depth, with random weights: a prompt's forward, greedy
 generation with the cache, one row and several, tokens under torch.compile with a static cache, and a step of training
-without its optimizer. Hugging Face's model with SDPA, the same patched, and for generation by weights of 8 bits, each
-in float32 and bfloat16. What prove() says of the smaller model comes first: where it fails nothing is timed. In turns,
-in an order shuffled anew each round.
+without its optimizer, padded or not. Hugging Face's model with SDPA, the same patched, in training its loss without
+logits by ``training.Objective``, too, and for generation by weights of 8 bits, each in float32 and bfloat16. What
+prove() says of the smaller model comes first: where it fails nothing is timed. In turns, in an order shuffled anew each
+round.
 
 python -m bench.decoders                       everything, a minute a case on 2 cores, five with torch.compile; needs
                                                the extra [demo]
@@ -25,6 +26,7 @@ from torch import Tensor
 
 import tfm_kernels as tfk
 from tfm_kernels.bench import timing
+from tfm_kernels.training import Objective
 
 from . import whole
 
@@ -34,6 +36,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 49152, "max_position_embeddings": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
 LAYERS = {"Llama": 30, "Qwen3": 15}
+LEFT_OUT = -100  # a label that no loss counts
 STOCK = "Hugging Face"
 
 
@@ -122,19 +125,34 @@ def compiled(family: str, layers: int, new: int) -> tuple[whole.Runs, None]:
     return {who: steps(model) for who, model in found.items()}, None
 
 
-def training(family: str, rows: int, length: int) -> tuple[whole.Runs, None]:
-    """Forward with the loss, and backward."""
-    ids = tokens(rows, length)
+def training(family: str, rows: int, length: int, share: float = 1.0) -> tuple[whole.Runs, None]:
+    """Forward with the loss, and backward; the shortest row has ``share`` of the tokens; also without logits."""
+    lengths = torch.linspace(share, 1.0, rows).mul(length).round().unsqueeze(1)
+    mask = (torch.arange(length) < lengths).long()
+    ids = tokens(rows, length) * mask
+    labels = ids.masked_fill(mask == 0, LEFT_OUT)
+    call: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=LEFT_OUT)
+    count = int((targets != LEFT_OUT).sum())
 
-    def step(model: Any) -> Callable[[], None]:
+    def step(model: Any, loss: Callable[[], Tensor]) -> Callable[[], None]:
         def run() -> None:
-            model(ids, labels=ids, use_cache=False).loss.backward()
+            loss().backward()
             model.zero_grad()
 
         model.train()
         return run
 
-    return {who: step(model) for who, model in candidates(family).items()}, None
+    def own(model: Any) -> Callable[[], None]:
+        return step(model, lambda: model(**call, labels=labels).loss)
+
+    def without_logits(model: Any) -> Callable[[], None]:
+        objective = Objective(model)
+        return step(model, lambda: objective(call, targets) / count)
+
+    found = candidates(family)
+    runs = {who: own(model) for who, model in found.items()}
+    return runs | {f"{who}, Objective": without_logits(found[who]) for who in found if "patched" in who}, None
 
 
 CASES: dict[str, Callable[[], tuple[whole.Runs, Any]]] = {
@@ -143,6 +161,7 @@ CASES: dict[str, Callable[[], tuple[whole.Runs, Any]]] = {
     "Llama, generation, 8 rows, 32 + 32 tokens": lambda: generation("Llama", 8, 32, 32),
     "Llama of 10 layers, torch.compile, static cache, 1 row, 32 tokens": lambda: compiled("Llama", 10, 32),
     "Llama, training, 1 x 256 tokens": lambda: training("Llama", 1, 256),
+    "Qwen3, training, 8 x 64 to 256 tokens": lambda: training("Qwen3", 8, 256, 0.25),
     "Qwen3, prompt of 1 x 256 tokens": lambda: prompt("Qwen3", 1, 256),
     "Qwen3, generation, 1 row, 32 + 32 tokens": lambda: generation("Qwen3", 1, 32, 32),
 }

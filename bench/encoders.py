@@ -1,9 +1,10 @@
 """python -m bench.encoders: encoders, patched, eager and compiled; bench/results/<device>/models/encoders.json.
 
-transformers' BERT of all-MiniLM-L6-v2's sizes, MPNet of all-mpnet-base-v2's, ModernBERT's base and ViT of DeiT-small's,
-and torch.nn's encoder of the paper's, random weights: inference and a training step without its optimizer, stock and
-patched, and both under torch.compile. What prove() says of a smaller one comes first, compiled too: where it fails
-nothing is timed. In turns, in an order shuffled anew each round.
+transformers' BERT of all-MiniLM-L6-v2's sizes, MPNet of all-mpnet-base-v2's, ModernBERT's base, DeBERTa-v3's small, ViT
+of DeiT-small's, a Qwen 3 of bench.decoders as a model of embeddings, and torch.nn's encoder of the paper's, random
+weights: inference and a training step without its optimizer, stock and patched, and both under torch.compile. What
+prove() says of a smaller one comes first, compiled too: where it fails nothing is timed. In turns, in an order shuffled
+anew each round.
 
 python -m bench.encoders                  everything, a minute a case on 2 cores; needs the extra [demo]
 python -m bench.encoders --only "BERT"    the cases whose name matches
@@ -26,7 +27,7 @@ from tfm_kernels.bench.model import BOTH, COMPILED, PATCHED, STOCK, Inference, S
 from tfm_kernels.proof.compiled import Compiled
 from tfm_kernels.proof.runs import Call
 
-from . import whole
+from . import decoders, whole
 
 PLAN = timing.Plan(seconds=12.0, least=4, most=40)
 Made = tuple[nn.Module, dict[str, Tensor]]
@@ -55,6 +56,34 @@ def modernbert(rows: int, layers: int = 22) -> Made:
 
     model = transformers.ModernBertModel(transformers.ModernBertConfig(num_hidden_layers=layers))
     return model, _text(rows, 0.25, 1024)
+
+
+def deberta(rows: int, layers: int = 6) -> Made:
+    """DeBERTa-v3 on rows of 64 to 128 tokens."""
+    import transformers
+
+    config = transformers.DebertaV2Config(
+        hidden_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        intermediate_size=3072,
+        type_vocab_size=0,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=256,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        position_biased_input=False,
+    )
+    return transformers.DebertaV2Model(config), _text(rows, 0.5, 128)
+
+
+def qwen3(rows: int, layers: int = decoders.LAYERS["Qwen3"]) -> Made:
+    """A decoder without its head, as models of embeddings have it, on rows of 64 to 256 tokens."""
+    import transformers
+
+    config = transformers.Qwen3Config(num_hidden_layers=layers, use_cache=False, **decoders.SIZES)
+    return transformers.Qwen3Model(config), _text(rows, 0.25, 256)
 
 
 def _text(rows: int, share: float, length: int) -> dict[str, Tensor]:
@@ -86,6 +115,8 @@ MODELS: dict[str, tuple[Callable[..., Made], int, bool]] = {
     "BERT, rows of 128": (functools.partial(bert, share=1.0), 32, False),
     "MPNet, rows of 64 to 128": (mpnet, 8, False),
     "ModernBERT, rows of 256 to 1024": (modernbert, 4, False),
+    "DeBERTa-v3, rows of 64 to 128": (deberta, 8, False),
+    "Qwen3, rows of 64 to 256": (qwen3, 8, True),
     "ViT, rows of 197": (vit, 8, False),
     "torch.nn, rows of 128": (encoder, 16, True),
 }

@@ -48,7 +48,7 @@ ALLOWED = {
     "onnx_export": LEAVES | {"_durable", "proof", "patching", "nn", "ops"},
     "diagnosis": LEAVES | {"ops"},
     "tuning": LEAVES | {"interleaved"},
-    "training": LEAVES | {"_durable", "models", "nn", "ops", "quantization"},
+    "training": LEAVES | {"_durable", "models", "nn", "ops", "patching", "quantization"},
     "bench": LEAVES | {"_version", "testing", "proof", "patching", "interleaved", "nn", "ops"},
     "demo": LEAVES | {"proof", "patching", "diagnosis", "interleaved", "nn", "ops"},
     "commands": LEAVES

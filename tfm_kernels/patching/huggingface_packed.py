@@ -78,7 +78,7 @@ def register_model(
 
     def why_not(model: Any) -> str | None:
         reason = known.why_not(model) or guard.why_not_unwatched(model, ())
-        if reason is None and norm is not None and not _is_row_by_row(guard.child(model, norm)):
+        if reason is None and norm is not None and not is_row_by_row(guard.child(model, norm)):
             reason = f"{norm} is {type(guard.child(model, norm)).__name__}"
         if reason is None and model._modules.get("pooler") is not None and not says(model.pooler, "forward", _POOLER):
             reason = f"pooler is {type(model.pooler).__name__}"
@@ -230,14 +230,15 @@ def _why_not_layer(layer: Any, attention: str) -> str | None:
         if inside and not swap.is_fused(part):
             return f"{path} is {type(part).__name__}, which is not fused"
         for name, inner in inside.items() if inside else ((path, part),):
-            if inner is not None and not _is_row_by_row(inner):
+            if inner is not None and not is_row_by_row(inner):
                 return f"{path}.{name} is {type(inner).__name__}" if inside else f"{path} is {type(inner).__name__}"
             if inside and inner is not None and _drops(inner):
                 return COUNTS
     return None
 
 
-def _is_row_by_row(module: nn.Module) -> bool:
+def is_row_by_row(module: nn.Module) -> bool:
+    """Whether it is known to take (..., E) one row of E numbers by itself."""
     if guard.spans_rows(module):
         return False
     own = swap.found_class(module)
@@ -250,7 +251,7 @@ def _why_not_embeddings(model: Any) -> str | None:
     held = model._modules.get("embeddings")
     parts = held._modules if held is not None else {"embed_tokens": model.embed_tokens}
     for name, part in parts.items():
-        if held is not None and part is not None and not _is_row_by_row(part):
+        if held is not None and part is not None and not is_row_by_row(part):
             return f"embeddings.{name} is {type(part).__name__}"
         if part is not None and _counts_tokens(part):
             return f"{name} counts how often each of its rows is asked for, or keeps the norm of those that are"
