@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,17 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
+class Foretelling(nn.Module):
+    """Gives what transformers' models for causal language modelling give."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 9)
+
+    def forward(self, input_ids, attention_mask):
+        return SimpleNamespace(logits=self.table(input_ids))
+
+
 @pytest.fixture
 def given(tmp_path, monkeypatch, quick_tuning):
     """The layers that a user has written, in a folder of the test's own; what is declared of them is taken back."""
@@ -78,7 +90,9 @@ def test_of_readme(given):
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     mine = [block for block in blocks if "timm" not in block]
     assert len(mine) == len(blocks) - 1 > 5
-    names = {**given, "my_transformer": tutorial.Encoder()}
+    tokens = torch.randint(1, 9, (2, 5))
+    batch = {"tokens": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    names = {**given, **batch, "my_transformer": tutorial.Encoder(), "causal_lm": Foretelling()}
     for block in mine:
         for large, small in SMALLER.items():
             block = block.replace(large, small)
