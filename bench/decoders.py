@@ -135,18 +135,20 @@ def training(family: str, rows: int, length: int, share: float = 1.0) -> tuple[w
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=LEFT_OUT)
     count = int((targets != LEFT_OUT).sum())
 
-    def step(model: Any, loss: Callable[[], Tensor]) -> Callable[[], None]:
-        def run() -> None:
-            loss().backward()
+    def step(model: Any, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            found = loss()
+            found.backward()
             model.zero_grad()
+            return found
 
         model.train()
         return run
 
-    def own(model: Any) -> Callable[[], None]:
+    def own(model: Any) -> Callable[[], Tensor]:
         return step(model, lambda: model(**call, labels=labels).loss)
 
-    def without_logits(model: Any) -> Callable[[], None]:
+    def without_logits(model: Any) -> Callable[[], Tensor]:
         objective = Objective(model)
         return step(model, lambda: objective(call, targets) / count)
 

@@ -77,9 +77,9 @@ def test_readme_quotes_the_recorded_results():
 
 def test_the_models_are_as_named():
     assert {name.partition(",")[0] for name in encoders.MODELS} == {
-        "BERT", "MPNet", "ModernBERT", "ViT", "torch.nn",
+        "BERT", "MPNet", "ModernBERT", "DeBERTa-v3", "Qwen3", "ViT", "torch.nn",
     }  # fmt: skip
-    assert sum("training" in name for name in encoders.CASES) == 4 and len(encoders.CASES) == 16
+    assert sum("training" in name for name in encoders.CASES) == 6 and len(encoders.CASES) == 22
     pytest.importorskip("transformers")
     for name, (make, rows, _) in encoders.MODELS.items():
         model, inputs = make(rows=2, layers=1)
