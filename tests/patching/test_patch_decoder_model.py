@@ -177,21 +177,48 @@ def test_a_packed_prompt_fills_the_cache_as_it_lies_padded(family, where):
     model = build(family, head=True)
     longer = torch.cat([mask, torch.ones(4, 1, dtype=torch.long)], 1)
 
-    def run(m, cache):
-        out = m(IDS, attention_mask=mask, past_key_values=cache, use_cache=True)
+    def run(m, cache, name="cache"):
+        out = m(IDS, attention_mask=mask, use_cache=True, **{name: cache})
         keys = [layer.keys.clone() for layer in out.past_key_values.layers]
         places = longer.sum(1, keepdim=True) - 1
         return keys, m(more, attention_mask=longer, past_key_values=out.past_key_values, position_ids=places).logits
 
     stock = run(model, None)
     with tfk.patch(model) as report, packings() as seen:
-        for cache in (None, hf.DynamicCache(config=model.config)):
-            keys, logits = run(model, cache)
+        made = [hf.DynamicCache(config=model.config) for _ in range(2)]
+        for cache, name in ((None, "cache"), (made[0], "cache"), (made[1], "past_key_values")):
+            keys, logits = run(model, cache, name)
             for mine, theirs in zip(keys, stock[0], strict=True):
                 kept = mask[:, -mine.shape[2] :].bool()
                 torch.testing.assert_close(mine.transpose(1, 2)[kept], theirs.transpose(1, 2)[kept])
             torch.testing.assert_close(logits, stock[1])
-        assert len(seen) == 2 and report.fallbacks == {}
+        assert len(seen) == 3 and report.fallbacks == {} and {cache.get_seq_length() for cache in made} == {10}
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_that_the_model_itself_is_given_is_filled(name):
+    """Without a head above, which hands it on by its newer name."""
+    hf, model = transformers(), build("llama")
+    stock, mine = hf.DynamicCache(config=model.config), hf.DynamicCache(config=model.config)
+    model(IDS, attention_mask=BEHIND, use_cache=False, **{name: stock})
+    with tfk.patch(model), packings() as seen:
+        out = model(IDS, attention_mask=BEHIND, use_cache=False, **{name: mine})
+        assert len(seen) == 1 and out.past_key_values is mine
+    for given, wanted in zip(mine.layers, stock.layers, strict=True):
+        torch.testing.assert_close(
+            given.keys.transpose(1, 2)[BEHIND.bool()], wanted.keys.transpose(1, 2)[BEHIND.bool()]
+        )
+
+
+def test_a_mask_that_no_packing_knows_runs_padded():
+    """Chunks of 4 tokens, each of which attends within itself."""
+    model = build("mistral", attention_chunk_size=4)
+    stock = model(IDS, attention_mask=BEHIND).last_hidden_state[BEHIND.bool()]
+    with tfk.patch(model) as report:
+        compare({"": model(IDS, attention_mask=BEHIND).last_hidden_state[BEHIND.bool()]}, {"": stock}, 1e-5)
+        assert "its model made a mask that is neither causal nor a window" in sum(
+            map(list, report.fallbacks.values()), []
+        )
 
 
 def test_a_cache_that_holds_tokens_or_does_not_grow_runs_padded():

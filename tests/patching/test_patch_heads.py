@@ -158,3 +158,68 @@ def test_no_head_is_looked_at_below_which_nothing_packs():
     cls = type(model)
     with tfk.patch(model):
         assert type(model) is cls
+
+
+TAKEN = "its head takes padding for the last token: pad_token_id does not say what its mask says"
+
+
+def sequences(family, pad=0):
+    """A decoder's head for sequences."""
+    hf = transformers()
+    config = decoder(family, head=True).config
+    config.num_labels, config.pad_token_id = 3, pad
+    torch.manual_seed(1)
+    own = {"gemma3_text": "Gemma3TextForSequenceClassification"}.get(family)
+    kind = getattr(hf, own) if own else hf.AutoModelForSequenceClassification._model_mapping[type(config)]
+    return kind(config).eval()
+
+
+def heir(kind):
+    class Own(kind):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    return Own
+
+
+PADDED = {
+    "padded by pad_token_id": (IDS * BEHIND, 0, True),
+    "padded by another token": (IDS * BEHIND + 5 * (1 - BEHIND), 0, False),
+    "a row that ends with pad_token_id": (IDS * BEHIND + 7 * (1 - BEHIND), 7, True),
+}
+
+
+@pytest.mark.parametrize("inherits", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("how", PADDED)
+def test_the_token_that_a_head_for_sequences_takes(family, how, inherits):
+    ids, pad, packs = PADDED[how]
+    model, labels = sequences(family, pad), torch.tensor([0, 2, 1, 1])
+    if inherits:
+        model.__class__ = heir(type(model))
+    run = lambda m: m(input_ids=ids, attention_mask=BEHIND, labels=labels)
+    stock = run(model)
+    with tfk.patch(model) as report, packings() as seen:
+        found = run(model)
+        assert len(seen) == packs
+        assert [reason for met in report.fallbacks.values() for reason in met] == [TAKEN] * (not packs)
+    compare({"logits": found.logits, "loss": found.loss}, {"logits": stock.logits, "loss": stock.loss}, 1e-5)
+
+
+def test_a_head_for_sequences_given_embeddings_or_no_pad_token():
+    """It takes each row's last place."""
+    model = sequences("llama")
+    told = {"inputs_embeds": model.model.embed_tokens(IDS).detach()}
+    one = sequences("llama", None)
+    with packings() as seen:
+        for each, given, mask, packs in (
+            (model, told, BEHIND, 0),
+            (model, told, MASKS["in front"], 1),
+            (one, {"input_ids": IDS[1:2]}, BEHIND[1:2], 0),
+            (one, {"input_ids": IDS[1:2]}, MASKS["in front"][1:2], 1),
+        ):
+            stock = each(**given, attention_mask=mask).logits
+            seen.clear()
+            with tfk.patch(each):
+                compare({"": each(**given, attention_mask=mask).logits}, {"": stock}, 1e-5)
+            assert len(seen) == packs

@@ -1,24 +1,29 @@
 """Heads of transformers that read padded positions: their models run padded, always or call by call.
 
 A head for questions takes a softmax over all positions. Others are told labels, and where these count padding, as they
-do where padding was not told from them by -100, the loss is that of what the original computes there.
+do where padding was not told from them by -100, the loss is that of what the original computes there. A decoder's head
+for sequences takes the last token that is not ``pad_token_id``, whatever the mask says of it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._transformers import is_model
 from . import guard, huggingface, packed, swap
 from .registry import Recipe, register_recipe, registered
+from .source import fingerprint
 
-WHAT = "runs padded where its labels count padding"
+WHAT = "runs padded where its labels count padding, or it takes padding for a row's last token"
 _LABELS = ("labels", "shift_labels")  # (B, T), of this position or of the next
 _IGNORED = -100  # of transformers' losses
+_LAST = ("7ebdeff0ec90", "7e38a4cb37da")  # heads that take the last token, and Gemma 3's; of transformers 5.24
 
 
 def below_span_heads(model: nn.Module) -> dict[int, str]:
@@ -38,24 +43,42 @@ def below_span_heads(model: nn.Module) -> dict[int, str]:
 def _recognise(module: Any) -> bool:
     if not is_model(module) or getattr(module.config, "is_encoder_decoder", False):
         return False  # whose labels are the decoder's
-    parameters = inspect.signature(swap.found_class(module).forward).parameters  # type: ignore[attr-defined]
-    if "labels" not in parameters or "attention_mask" not in parameters:
+    if not {"labels", "attention_mask"} <= _parameters(swap.found_class(module))[1]:
         return False
     recipes = [recipe for recipe in registered() if recipe.packs and recipe.name != NAME]
     return any(recipe.recognise(inner) is True for inner in module.modules() for recipe in recipes)
 
 
+def _parameters(original: type) -> tuple[list[str], set[str]]:
+    """The order of its forward's parameters, and all that it knows by name, of those that it hands on, too."""
+    order: list[str] = []
+    known: set[str] = set()
+    for cls in _written(original):
+        found = inspect.signature(cls.__dict__["forward"]).parameters.values()
+        named = [each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+        order, known = order or named, known | set(named)
+        if not any(each.kind is each.VAR_KEYWORD for each in found):
+            break
+    return order, known
+
+
 def _fuse(original: Any) -> type:
-    names = list(inspect.signature(original.forward).parameters)[1:]
+    names, _ = _parameters(original)
+    last = _takes_last(original)
 
     class Fused(original):
         @functools.wraps(original.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if any(kwargs.get(name) is not None for name in _LABELS) or len(args) > names.index("labels"):
-                if _count_padding({**dict(zip(names, args, strict=False)), **kwargs}):
-                    with packed.padded("its labels count padding, which -100 would leave out"):
-                        return super().forward(*args, **kwargs)
-            return super().forward(*args, **kwargs)
+            told = {**dict(zip(names, args, strict=False)), **kwargs}
+            reason = None
+            if _count_padding(told):
+                reason = "its labels count padding, which -100 would leave out"
+            elif last and _takes_padding(self.config, told):
+                reason = "its head takes padding for the last token: pad_token_id does not say what its mask says"
+            if reason is None:
+                return super().forward(*args, **kwargs)
+            with packed.padded(reason):
+                return super().forward(*args, **kwargs)
 
     return Fused
 
@@ -73,6 +96,32 @@ def _count_padding(told: dict[str, Any]) -> bool:
             if bool((counted & padding).any()) or bool((counted[:, 1:] & padding[:, :-1]).any()):
                 return True
     return False
+
+
+def _takes_last(original: type) -> bool:
+    """Whether a head for sequences, or what it was made from, takes one token of a decoder."""
+    layers = sys.modules.get("transformers.modeling_layers")
+    generic = getattr(layers, "GenericForSequenceClassification", ())
+    return issubclass(original, generic) or any(fingerprint(c.__dict__["forward"]) in _LAST for c in _written(original))
+
+
+def _written(original: type) -> list[type]:
+    return [cls for cls in original.__mro__ if "forward" in cls.__dict__]
+
+
+def _takes_padding(config: Any, told: dict[str, Any]) -> bool:
+    """Whether the token that a head takes of some row is one that the mask hides."""
+    mask, ids = told.get("attention_mask"), told.get("input_ids")
+    if not (isinstance(mask, Tensor) and mask.dim() == 2) or guard.tracing(mask) or mask.numel() == 0:
+        return False
+    pad = config.get_text_config().pad_token_id
+    if pad is None or ids is None:
+        return not bool(mask[:, -1].all())
+    if ids.shape != mask.shape:
+        return False
+    places = torch.arange(ids.shape[1], device=ids.device)
+    taken = (places * (ids != pad)).argmax(1, keepdim=True)
+    return not bool(mask.gather(1, taken.to(mask.device)).all())
 
 
 NAME = "huggingface.labels"

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..mask import Band, Mask
 from ..nn.packed import Packed
 from . import guard
+from .packed import NotPacked
 
 # Families whose code hands the mask on unread, by config.model_type; tried with transformers 5.23 and 5.24
 # (bert-generation, codegen, data2vec-audio, data2vec-text, ernie, eurobert, gptj, gte, hubert, jina_embeddings_v3,
@@ -127,9 +128,7 @@ def _sight(mask_function: Any, local: int | None, asked: dict[str, Any]) -> Mask
     if "allow_is_bidirectional_skip" in asked:
         return None if local is None else Mask.window(local, local)
     if not _is_causal(mask_function, local, asked.get("config")):
-        raise NotImplementedError(
-            "tfm_kernels: a model that runs packed made a mask that is neither causal nor a window"
-        )
+        raise NotPacked("its model made a mask that is neither causal nor a window")
     return Mask.causal() if local is None else Mask.window(local - 1, 0)
 
 

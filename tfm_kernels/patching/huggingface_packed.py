@@ -20,6 +20,7 @@ from ..nn.packed import Packed
 from . import guard, huggingface, swap
 from .huggingface_norm import is_norm
 from .known import Known
+from .packed import NotPacked
 from .registry import Recipe, register_recipe, registered
 from .source import says
 
@@ -107,7 +108,11 @@ def register_model(
                 packed = packing(self, told, self.layers, why_not_layer, reason, causal)
                 if packed is None:
                     return super().forward(*args, **kwargs)
-                outputs = super().forward(**_packed(told, names, packed), attention_mask=masks(self, packed))
+                try:
+                    outputs = super().forward(**_packed(told, names, packed), attention_mask=masks(self, packed))
+                except NotPacked as reason:
+                    swap.fell_back(self, str(reason))
+                    return super().forward(*args, **kwargs)
                 outputs.last_hidden_state = packed.unpack(outputs.last_hidden_state)
                 if outputs.get("pooler_output") is not None:  # of the first row's first token
                     outputs.pooler_output = self.pooler(outputs.last_hidden_state)
@@ -272,7 +277,7 @@ def _packed(told: dict[str, Any], names: list[str], packed: Packed) -> dict[str,
     shape = (packed.batch, packed.length)
     given = {name: told[name] for name in (*_BY_TOKEN, "inputs_embeds") if name in names and told.get(name) is not None}
     own = {name: _one_row(x, shape, packed.index) for name, x in given.items()}
-    kept = {name: told[name] for name in _KEPT if name in told and name in names}
+    kept = {name: told[name] for name in _KEPT if name in told}  # also by a name that it had before
     return {"position_ids": (packed.index % packed.length).unsqueeze(0), **own, **kept}
 
 

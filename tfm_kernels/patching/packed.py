@@ -17,6 +17,10 @@ from .swap import fell_back, is_fused, options
 WATCHERS: list[Callable[[nn.Module, Packed], None]] = []  # each is told of every stack that is about to run packed
 
 
+class NotPacked(Exception):
+    """Raised where a call that runs packed turns out not to be one that can, before it has changed anything."""
+
+
 class _Padded(threading.local):
     reason: str | None = None
 
