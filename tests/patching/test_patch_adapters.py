@@ -25,7 +25,7 @@ from tests.patching.models import (
     transformers,
 )
 from tfm_kernels import _library
-from tfm_kernels.patching import frozen, onednn, swap
+from tfm_kernels.patching import frozen, onednn, packed, swap
 from tfm_kernels.testing.float64 import assert_same_in_float64
 
 
@@ -244,3 +244,54 @@ def test_peft_itself(kind, method, patch_first):
     assert_same_in_float64(run(merged), run(expected))
     tfk.unpatch(patched)
     assert torch.equal(run(patched), run(stock))
+
+
+DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+PADDED = (torch.arange(9) < torch.tensor([9, 3, 6])[:, None]).long()
+
+
+@pytest.mark.parametrize("patch_first", [False, True])
+@pytest.mark.parametrize(
+    "names, more, packs",
+    [
+        (["q_proj", "v_proj"], {}, True),
+        ("all-linear", {}, True),
+        (["down_proj"], {"lora_dropout": 0.1}, False),  # other elements would be dropped
+        (["q_proj", "down_proj"], {"use_dora": True}, False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
+def test_decoders_with_adapters_run_packed(kind, names, more, packs, patch_first):
+    transformers()
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    if kind == "phi3" and isinstance(names, list):
+        names = [{"q_proj": "qkv_proj", "v_proj": "o_proj"}.get(name, name) for name in names]
+    config = peft.LoraConfig(target_modules=names, r=2, task_type="CAUSAL_LM", init_lora_weights=False, **more)
+    ids = torch.randint(3, 99, PADDED.shape, generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(PADDED == 0, -100)
+
+    def trained(model):
+        torch.manual_seed(7)
+        loss = model(input_ids=ids, attention_mask=PADDED, labels=labels).loss
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        return {"loss": loss.detach(), **gradients}
+
+    def build(patched):
+        model = decoder(kind, **{name: 0.0 for name in DROPOUTS})
+        if patched and patch_first:
+            tfk.patch(model)
+        torch.manual_seed(5)
+        model = peft.get_peft_model(model, copy.deepcopy(config))
+        if patched and not patch_first:
+            tfk.patch(model)
+        return model.train()
+
+    wanted, model, seen = trained(build(False)), build(True), []
+    watch = lambda stack, how: seen.append(stack)
+    packed.WATCHERS.append(watch)
+    try:
+        compare(trained(model), wanted, 1e-5)
+    finally:
+        packed.WATCHERS.remove(watch)
+    assert bool(seen) is packs

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -322,3 +323,34 @@ def test_given_back_copied_and_patched_again():
     assert run(model)[BEHIND == 0].any()
     tfk.unpatch(model)
     assert [type(m) for m in model.modules()] == classes and torch.equal(run(model), stock)
+
+
+def by_hand(config, inputs_embeds, attention_mask, **more):
+    tokens = inputs_embeds.shape[1]
+    return attention_mask[:, None, None, :].bool() & torch.ones(tokens, tokens).bool().tril()
+
+
+def of_a_prefix(**more):
+    from transformers.masking_utils import create_causal_mask
+
+    return create_causal_mask(**more, or_mask_function=lambda row, head, query, key: key < 2)
+
+
+@pytest.mark.parametrize(
+    "maker, reason",
+    [(by_hand, "its model reads its mask"), (of_a_prefix, "its model made a mask that is neither causal nor a window")],
+)
+def test_masks_that_somebody_else_makes_run_padded(maker, reason, monkeypatch):
+    model = build("llama")
+    monkeypatch.setitem(vars(sys.modules[type(model).__module__]), "create_causal_mask", maker)
+    stock = model(IDS, attention_mask=BEHIND)[0][BEHIND.bool()]
+    with tfk.patch(model) as report:
+        compare({"": model(IDS, attention_mask=BEHIND)[0][BEHIND.bool()]}, {"": stock}, 1e-5)
+        assert report.fallbacks[""] == {reason: 1}
+
+
+def test_one_position_for_all_tokens_of_a_row():
+    model, places = build("llama"), torch.arange(4)[:, None]
+    stock = model(IDS, position_ids=places)[0]
+    with tfk.patch(model):
+        compare({"": model(IDS, position_ids=places)[0]}, {"": stock}, 1e-5)

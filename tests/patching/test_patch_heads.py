@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
@@ -223,3 +224,57 @@ def test_a_head_for_sequences_given_embeddings_or_no_pad_token():
             with tfk.patch(each):
                 compare({"": each(**given, attention_mask=mask).logits}, {"": stock}, 1e-5)
             assert len(seen) == packs
+
+
+def test_labels_of_tokens_themselves_do_not_reach_back():
+    """Those of padding before the first token are left out, and it foretells nothing."""
+    model, mask = bert_of_decoder(), MASKS["in front"]
+    labels = (IDS % 2).masked_fill(mask == 0, LEFT_OUT)
+    stock, patched = trained(model, mask, labels), copy.deepcopy(model)
+    with tfk.patch(patched), packings() as seen:
+        compare(trained(patched, mask, labels), stock, 1e-5)
+        assert len(seen) == 1
+
+
+def bert_of_decoder():
+    """A head for tokens above a decoder."""
+    hf = transformers()
+    torch.manual_seed(1)
+    return hf.LlamaForTokenClassification(decoder("llama", head=True).config).eval()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_labels_that_a_subclass_hands_on(name):
+    model = HEADS[name]()
+    model.__class__ = heir(type(model))
+    labels = labelled(name, BEHIND, True)
+    stock, patched = trained(model, BEHIND, labels), copy.deepcopy(model)
+    with tfk.patch(patched), packings() as seen:
+        compare(trained(patched, BEHIND, labels), stock, 1e-5)
+        assert not seen
+
+
+def test_a_head_whose_instance_has_a_forward_of_its_own():
+    """As accelerate gives models: nobody sees its labels."""
+    model = decoder("llama", head=True)
+    own = type(model).forward
+    model.forward = types.MethodType(lambda self, *args, **kwargs: own(self, *args, **kwargs), model)
+    stock = trained(model, BEHIND, IDS)
+    with tfk.patch(model) as report, packings() as seen:
+        compare(trained(model, BEHIND, IDS), stock, 1e-5)
+        assert not seen
+        notes = {entry.name: entry.note for entry in report.entries if entry.note}
+        assert "runs padded: its model's head has a forward of its own, whose labels may count padding" in notes[""]
+
+
+def test_the_last_logits_of_padded_prompts():
+    """What follows padding follows from it; padding in front is none of their business."""
+    model = decoder("llama", head=True)
+    for mask, packs in ((BEHIND, 0), (MASKS["in front"], 1)):
+        stock = model(IDS, attention_mask=mask, logits_to_keep=2).logits
+        with tfk.patch(model), packings() as seen:
+            compare({"": model(IDS, attention_mask=mask, logits_to_keep=2).logits[:, -1:]}, {"": stock[:, -1:]}, 1e-5)
+            assert len(seen) == (packs and bool(mask[:, -2:].all()))
+            told = dict(attention_mask=mask, do_sample=False, max_new_tokens=4, pad_token_id=0, eos_token_id=None)
+            found = model.generate(IDS, **told)
+        assert torch.equal(found, model.generate(IDS, **told))

@@ -20,24 +20,30 @@ from . import guard, huggingface, packed, swap
 from .registry import Recipe, register_recipe, registered
 from .source import fingerprint
 
-WHAT = "runs padded where its labels count padding, or it takes padding for a row's last token"
+WHAT = "runs padded where its labels count padding, or padding is taken for a row's last token"
 _LABELS = ("labels", "shift_labels")  # (B, T), of this position or of the next
 _IGNORED = -100  # of transformers' losses
+_AT_THEIR_PLACES = ("ForTokenClassification", "ForMaskedLM")  # heads whose labels are of the tokens themselves
 _LAST = ("7ebdeff0ec90", "7e38a4cb37da")  # heads that take the last token, and Gemma 3's; of transformers 5.24
 
 
-def below_span_heads(model: nn.Module) -> dict[int, str]:
-    """id of a module -> why it runs padded, for all below a head that takes a softmax over all positions.
+def below_reading_heads(model: nn.Module) -> dict[int, str]:
+    """id of a module -> why it always runs padded, for all below a head that may read padding unseen.
 
-    Such heads, and those that people write after them, call their last layer ``qa_outputs``, or are called by what
-    they do.
+    That is one that takes a softmax over all positions: such heads, and those that people write after them, call their
+    last layer ``qa_outputs``, or are called by what they do. And one whose labels nobody can look at, as its instance
+    has a forward of its own.
     """
-    heads = (
-        module
-        for module in model.modules()
-        if "qa_outputs" in module._modules or type(module).__name__.endswith("ForQuestionAnswering")
-    )
-    return {id(inner): "its model's head reads all positions, padding too" for m in heads for inner in m.modules()}
+    found = {}
+    for module in model.modules():
+        reason = None
+        if "qa_outputs" in module._modules or type(module).__name__.endswith("ForQuestionAnswering"):
+            reason = "its model's head reads all positions, padding too"
+        elif "forward" in module.__dict__ and _recognise(module):
+            reason = "its model's head has a forward of its own, whose labels may count padding"
+        if reason is not None:
+            found.update({id(inner): reason for inner in module.modules()})
+    return found
 
 
 def _recognise(module: Any) -> bool:
@@ -65,14 +71,17 @@ def _parameters(original: type) -> tuple[list[str], set[str]]:
 def _fuse(original: Any) -> type:
     names, _ = _parameters(original)
     last = _takes_last(original)
+    shifts = not any(cls.__name__.endswith(_AT_THEIR_PLACES) for cls in original.__mro__)
 
     class Fused(original):
         @functools.wraps(original.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             told = {**dict(zip(names, args, strict=False)), **kwargs}
             reason = None
-            if _count_padding(told):
+            if _count_padding(told, shifts):
                 reason = "its labels count padding, which -100 would leave out"
+            elif _keeps_padding(told):
+                reason = "logits of padding are asked for, as of the last token"
             elif last and _takes_padding(self.config, told):
                 reason = "its head takes padding for the last token: pad_token_id does not say what its mask says"
             if reason is None:
@@ -83,17 +92,18 @@ def _fuse(original: Any) -> type:
     return Fused
 
 
-def _count_padding(told: dict[str, Any]) -> bool:
-    """Whether labels, one a token, ask for what is computed at a position of padding."""
+def _count_padding(told: dict[str, Any], shifts: bool) -> bool:
+    """Whether labels, one a token, ask for what is computed at a position of padding; ``shifts``: at the one before."""
     mask = told.get("attention_mask")
-    given = [told[name] for name in _LABELS if isinstance(told.get(name), Tensor)]
-    if not isinstance(mask, Tensor) or guard.tracing(mask, *given):
+    given = {name: told[name] for name in _LABELS if isinstance(told.get(name), Tensor)}
+    if not isinstance(mask, Tensor) or guard.tracing(mask, *given.values()):
         return False
     padding = mask == 0
-    for labels in given:
+    for name, labels in given.items():
         if labels.shape == mask.shape:
             counted = labels != _IGNORED
-            if bool((counted & padding).any()) or bool((counted[:, 1:] & padding[:, :-1]).any()):
+            foretold = name == "labels" and shifts and bool((counted[:, 1:] & padding[:, :-1]).any())
+            if foretold or bool((counted & padding).any()):
                 return True
     return False
 
@@ -107,6 +117,14 @@ def _takes_last(original: type) -> bool:
 
 def _written(original: type) -> list[type]:
     return [cls for cls in original.__mro__ if "forward" in cls.__dict__]
+
+
+def _keeps_padding(told: dict[str, Any]) -> bool:
+    """Whether the logits that alone are asked for, by their number, are of tokens that the mask hides."""
+    mask, count = told.get("attention_mask"), told.get("logits_to_keep")
+    if not (isinstance(mask, Tensor) and mask.dim() == 2 and type(count) is int and count > 0) or guard.tracing(mask):
+        return False
+    return not bool(mask[:, -count:].all())
 
 
 def _takes_padding(config: Any, told: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ bool tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -68,6 +68,16 @@ class PreparedPacked(Packed):
     def ndim(self) -> int:
         """4."""
         return 4
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """None has numbers."""
+        raise NotPacked("its model reads its mask")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """None has what else a tensor has."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotPacked("its model reads its mask")
 
 
 def as_prepared(packed: Packed) -> PreparedPacked:

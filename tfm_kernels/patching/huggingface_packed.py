@@ -19,6 +19,7 @@ from ..nn import Int8Linear
 from ..nn.packed import Packed
 from . import guard, huggingface, swap
 from .huggingface_norm import is_norm
+from .huggingface_parts import GATED
 from .known import Known
 from .packed import NotPacked
 from .registry import Recipe, register_recipe, registered
@@ -42,6 +43,7 @@ _ELEMENTWISE = (
     nn.Tanhshrink, nn.Threshold,
 )  # fmt: skip
 _POOLER = "0a36a28744d4"  # what the first token of each row goes through; fingerprint of transformers 5.24
+_LORA = ("peft.tuners.lora.layer", "5cd0508e909e")  # the code of its Linear, of peft 0.21
 _BY_LENGTH = {"dynamic", "longrope"}  # rotary positions that a longer batch has others of
 
 
@@ -128,7 +130,12 @@ def _has_recipes(layer: Any, attention: str) -> bool:
     """Whether a layer, its attention and what it calls ``mlp`` are of kinds that are fused."""
     parts = (layer, *(part for name, part in layer._modules.items() if name in (attention, "mlp")))
     own = [recipe for recipe in registered() if not recipe.packs]
-    return all(any(recipe.recognise(part) is True for recipe in own) for part in parts)
+    return all(_takes_rows(part) or any(recipe.recognise(part) is True for recipe in own) for part in parts)
+
+
+def _takes_rows(mlp: nn.Module) -> bool:
+    """Whether it is a gated feed-forward block of code that is known, whatever its layers are."""
+    return says(mlp, "forward", *GATED)
 
 
 def packing(
@@ -232,12 +239,12 @@ def _why_not_layer(layer: Any, attention: str) -> str | None:
         return "its model's attention implementation was set to another one"
     for path, part in layer._modules.items():
         inside = part._modules if path in (attention, "mlp") else {}
-        if inside and not swap.is_fused(part):
+        if inside and not swap.is_fused(part) and not _takes_rows(part):
             return f"{path} is {type(part).__name__}, which is not fused"
         for name, inner in inside.items() if inside else ((path, part),):
             if inner is not None and not is_row_by_row(inner):
                 return f"{path}.{name} is {type(inner).__name__}" if inside else f"{path} is {type(inner).__name__}"
-            if inside and inner is not None and _drops(inner):
+            if inside and inner is not None and any(map(_drops, inner.modules())):
                 return COUNTS
     return None
 
@@ -249,7 +256,14 @@ def is_row_by_row(module: nn.Module) -> bool:
     own = swap.found_class(module)
     if own in (*_ROW_BY_ROW, *_ELEMENTWISE) or own.__module__ == "transformers.activations" or swap.is_fused(module):
         return True
-    return is_norm(module)
+    return _is_adapted(module) if own.__module__ == _LORA[0] else is_norm(module)
+
+
+def _is_adapted(module: Any) -> bool:
+    """Whether it is a linear layer with adapters of peft's plainest kind beside it, each made of what takes rows."""
+    tables = (module.lora_A, module.lora_B, module.lora_dropout)
+    parts = (module.base_layer, *(part for table in tables for part in table.values()))
+    return says(module, "forward", _LORA[1]) and not module.lora_variant and all(map(is_row_by_row, parts))
 
 
 def _why_not_embeddings(model: Any) -> str | None:

@@ -15,6 +15,11 @@ from .known import Known
 from .registry import Recipe, register_recipe
 from .swap import fell_back, first_parameter, options
 
+GATED = (
+    "c667e32817f7",
+    "89b34cccf0d0",
+)  # the code of Llama's block, and of Phi 3's, whose first layer is its gate, too
+
 
 def register_unary(name: str, what: str, known: Known, run: Any) -> None:
     """A recipe for modules whose forward takes one tensor; ``run`` may give part of a sentence where it will not."""
@@ -100,14 +105,14 @@ register_feed_forward(
 register_feed_forward(
     "llama.mlp",  # also Mistral, Qwen ...
     Known(
-        {"forward": "c667e32817f7"},
+        {"forward": GATED[0]},
         {"gate_proj": nn.Linear, "up_proj": nn.Linear, "down_proj": nn.Linear}, (), "act_fn",
     ),
     "gate_proj", "down_proj", gate="up_proj",
 )  # fmt: skip
 register_feed_forward(
     "phi3.mlp",  # also GLM
-    Known({"forward": "89b34cccf0d0"}, {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}, (), "activation_fn"),
+    Known({"forward": GATED[1]}, {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}, (), "activation_fn"),
     "gate_up_proj", "down_proj", gate="gate_up_proj",
 )  # fmt: skip
 register_feed_forward(

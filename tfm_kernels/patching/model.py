@@ -42,6 +42,9 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     ``torch.utils.flop_counter`` hooks every module, so that fused ones run their original code under it, and counts
     our operators where it was imported before the package, or before ``patch``.
 
+    Layers that are put into a patched model, and forwards that are replaced in their class, are noticed by patching
+    again.
+
     Kernels are differentiable once, and say so where a gradient is differentiated again, as a gradient penalty does:
     ``patch(model, backend="reference")`` is for that.
 
@@ -52,7 +55,9 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
             are their caches. Sequences behind one another in a row, which positions tell apart, run packed too. Never
             under torch.compile or graph capture, never below a head that is known to read all positions, one for
             question answering, which takes a softmax over them (it has a child ``qa_outputs``, or its class is called
-            ``...ForQuestionAnswering``), and not in calls whose ``labels`` count padding: other than -100 there.
+            ``...ForQuestionAnswering``), and not in calls whose ``labels`` count padding: other than -100 there. A loss
+            that the caller computes from logits must leave padding out itself, and behind padding in front a row's
+            first token, which that padding foretells and Trainer's label smoothing counts.
         freeze: keep the weights of self-attention's projections, and of every Linear that no fused block runs, packed
             for the matrix library from call to call: for inference on a CPU, at the price of a second copy of them (in
             float32), made at the first call that is large enough to gain. A frozen module in training mode or asked for
@@ -89,7 +94,7 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
     refusals: list[tuple[str, Refused]] = []
     try:
         switched = _switch_attention(model, backend, packed, undo)
-        spans = huggingface_heads.below_span_heads(model)
+        spans = huggingface_heads.below_reading_heads(model)
         with one_patch():
             for name, module in model.named_modules():
                 inside = covered.get(id(module))
@@ -97,8 +102,8 @@ def patch(model: nn.Module, *, packed: bool = True, freeze: bool = False, backen
                     replaced, note = True, f"runs inside {inside}"
                 elif id(module) in switched and (switched[id(module)][0] or swap.options(module).previous):
                     replaced, note = switched[id(module)]
-                    if replaced and packed and id(module) not in spans:
-                        note = "; ".join((note, *_pack_whole(module)))
+                    if replaced and packed:
+                        note = "; ".join((note, *_pack_whole(module, spans.get(id(module)))))
                 else:
                     padded = "packed=False was asked for" if not packed else spans.get(id(module))
                     _, unswitched = switched.get(id(module), (False, None))
@@ -180,10 +185,15 @@ def _switch_attention(
     return told
 
 
-def _pack_whole(module: nn.Module) -> list[str]:
-    """Lets a model whose attention was switched run packed where a recipe knows how; what then happens, or nothing."""
+def _pack_whole(module: nn.Module, padded: str | None) -> list[str]:
+    """Lets a model whose attention was switched run packed where a recipe knows how; what then happens, or nothing.
+
+    Where ``padded`` says why not, it runs padded.
+    """
     for recipe in registered():
         if recipe.packs and not swap.is_fused(module) and recipe.recognise(module) is True:
+            if padded is not None:
+                return [f"runs padded: {padded}"]
             swap.swap(module, replace(swap.options(module), recipe=recipe.name))
             return [recipe.what]
     return []

@@ -100,6 +100,7 @@ def turned(module: nn.Module, query: Tensor, key: Tensor, cos: Tensor, sin: Tens
     turn = _turn_of(module)
     if (
         turn is None  # what the file turned by when it was recognised has been replaced since
+        or cos.shape[-2] != query.shape[-2]  # one position for all tokens
         or not _backend.offers("rotary")
         or any(cos.dtype not in (t.dtype, torch.float32) for t in (query, key))
         or turn.narrow
