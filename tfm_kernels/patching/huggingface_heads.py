@@ -119,24 +119,29 @@ def _written(original: type) -> list[type]:
     return [cls for cls in original.__mro__ if "forward" in cls.__dict__]
 
 
+def _mask_of_all(told: dict[str, Any]) -> Tensor | None:
+    """The mask (B, T) of a call that may run packed: of all its tokens, and none that a cache holds."""
+    mask, tokens = told.get("attention_mask"), told.get("input_ids")
+    tokens = told.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or guard.tracing(mask) or mask.numel() == 0:
+        return None
+    return mask if mask.shape == tokens.shape[:2] else None
+
+
 def _keeps_padding(told: dict[str, Any]) -> bool:
     """Whether the logits that alone are asked for, by their number, are of tokens that the mask hides."""
-    mask, count = told.get("attention_mask"), told.get("logits_to_keep")
-    if not (isinstance(mask, Tensor) and mask.dim() == 2 and type(count) is int and count > 0) or guard.tracing(mask):
-        return False
-    return not bool(mask[:, -count:].all())
+    mask, count = _mask_of_all(told), told.get("logits_to_keep")
+    return mask is not None and type(count) is int and count > 0 and not bool(mask[:, -count:].all())
 
 
 def _takes_padding(config: Any, told: dict[str, Any]) -> bool:
     """Whether the token that a head takes of some row is one that the mask hides."""
-    mask, ids = told.get("attention_mask"), told.get("input_ids")
-    if not (isinstance(mask, Tensor) and mask.dim() == 2) or guard.tracing(mask) or mask.numel() == 0:
+    mask, ids = _mask_of_all(told), told.get("input_ids")
+    if mask is None:
         return False
     pad = config.get_text_config().pad_token_id
     if pad is None or ids is None:
         return not bool(mask[:, -1].all())
-    if ids.shape != mask.shape:
-        return False
     places = torch.arange(ids.shape[1], device=ids.device)
     taken = (places * (ids != pad)).argmax(1, keepdim=True)
     return not bool(mask.gather(1, taken.to(mask.device)).all())
