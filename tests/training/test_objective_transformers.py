@@ -186,3 +186,20 @@ def test_labels_are_refused():
         training.Objective(model)({**INPUTS, "labels": IDS}, IDS)
     with pytest.raises(ValueError, match="targets"):
         training.Objective(model)(INPUTS, IDS[:, 1:])
+
+
+def test_adapters(fused):
+    """Of peft's models the one that holds the adapters, patched or not."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(causal(), config).eval()
+    labels, targets = labelled(model.get_base_model())
+    wanted = own(model, labels)
+    for _ in range(2):
+        loss = training.Objective(model.get_base_model(), backend="cpu")(INPUTS, targets)
+        compare(trained(model, loss / counted(targets)), wanted, 1e-5)
+        tfk.patch(model)
+    assert len(fused) == 2
+    whole = training.Objective(model)(INPUTS, targets)
+    torch.testing.assert_close(whole, loss)
+    assert len(fused) == 2

@@ -20,7 +20,7 @@ from .huggingface_packed import is_row_by_row
 from .source import says
 
 _IGNORED = -100  # of transformers' losses
-_NOT_FOR_FEATURES = ("labels", "logits_to_keep")
+_NOT_FOR_FEATURES = ("labels", "shift_labels", "logits_to_keep")
 Step = str | Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -44,7 +44,9 @@ _HEADS = {
     "d9f35c42bd23": _Head("model", "lm_head"),  # DeepSeek V3 and other mixtures without a loss of their own
     "bf8852260dc4": _Head("model", "lm_head"),  # Nemotron
     "24721a113a6f": _Head("model", "lm_head"),  # StableLM
-    "6b5627411a9b": _Head("model", "lm_head", unless=lambda config: config.final_logit_softcapping),  # Gemma 2 and 3
+    "6b5627411a9b": _Head(
+        "model", "lm_head", unless=lambda config: config.final_logit_softcapping is not None
+    ),  # Gemma
     "259211ef4e83": _Head(
         "model",
         "lm_head",

@@ -261,9 +261,10 @@ def is_row_by_row(module: nn.Module) -> bool:
 
 def _is_adapted(module: Any) -> bool:
     """Whether it is a linear layer with adapters of peft's plainest kind beside it, each made of what takes rows."""
+    if not says(module, "forward", _LORA[1]) or module.lora_variant:
+        return False
     tables = (module.lora_A, module.lora_B, module.lora_dropout)
-    parts = (module.base_layer, *(part for table in tables for part in table.values()))
-    return says(module, "forward", _LORA[1]) and not module.lora_variant and all(map(is_row_by_row, parts))
+    return all(map(is_row_by_row, (module.base_layer, *(part for table in tables for part in table.values()))))
 
 
 def _why_not_embeddings(model: Any) -> str | None:

@@ -15,10 +15,8 @@ from .known import Known
 from .registry import Recipe, register_recipe
 from .swap import fell_back, first_parameter, options
 
-GATED = (
-    "c667e32817f7",
-    "89b34cccf0d0",
-)  # the code of Llama's block, and of Phi 3's, whose first layer is its gate, too
+# the code of Llama's block, and of Phi 3's, whose first layer is its gate, too
+GATED = ("c667e32817f7", "89b34cccf0d0")
 
 
 def register_unary(name: str, what: str, known: Known, run: Any) -> None:

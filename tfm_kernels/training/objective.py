@@ -29,7 +29,8 @@ class Objective(nn.Module):
     layer, too, is computed for them alone, where they are few. So it is with models of transformers for causal and for
     masked language modelling, patched or not: Llama, Mistral, Qwen, SmolLM3, Gemma, Phi, Granite, GPT-2, GPT-NeoX and
     others like them, BERT, RoBERTa, DistilBERT, MPNet, ModernBERT, ALBERT and ELECTRA. A model of another class, or
-    with a forward of its own, hooks, or an output layer that is no plain nn.Linear, is called and gives logits.
+    with a forward of its own, hooks, or an output layer that is no plain nn.Linear, is called and gives logits. (A
+    model of peft's is of another class; with adapters beside its layers, its ``get_base_model()`` is not.)
 
     Args:
         model: gives logits (..., V), or what has them as ``logits``, from an example's inputs; held as ``model``, not
