@@ -136,7 +136,8 @@ def _fuse_model(original: Any) -> type:
         @functools.wraps(original.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             told = {**dict(zip(names, args, strict=False)), **kwargs}
-            packed = _packing(self, told)
+            twice = len(told) < len(args) + len(kwargs)  # an argument was given twice, or there are too many
+            packed = None if twice else _packing(self, told)
             if packed is None:
                 return super().forward(*args, **kwargs)
             given = {name: told.get(name) for name in ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")}
