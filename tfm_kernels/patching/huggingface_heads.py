@@ -129,9 +129,12 @@ def _mask_of_all(told: dict[str, Any]) -> Tensor | None:
 
 
 def _keeps_padding(told: dict[str, Any]) -> bool:
-    """Whether the logits that alone are asked for, by their number, are of tokens that the mask hides."""
+    """Whether the logits that alone are asked for, by their number, are of padding behind tokens."""
     mask, count = _mask_of_all(told), told.get("logits_to_keep")
-    return mask is not None and type(count) is int and count > 0 and not bool(mask[:, -count:].all())
+    if mask is None or type(count) is not int or count <= 0:
+        return False
+    behind = (mask == 0) & ((mask != 0).cumsum(1) > 0)
+    return bool(behind[:, -count:].any())
 
 
 def _takes_padding(config: Any, told: dict[str, Any]) -> bool:
