@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from ..nn.packed import Packed
 from . import block, guard, huggingface
-from .bert_output import FEED_FORWARD_CHUNK, INTERMEDIATE, OUTPUT, RECIPES, add_norm, feed_forward, feed_forward_chunk
+from .bert_output import (
+    FEED_FORWARD_CHUNK,
+    INTERMEDIATE,
+    OUTPUT,
+    RECIPES,
+    add_norm,
+    feed_forward,
+    feed_forward_chunk,
+    inside,
+)
 from .known import Known
 from .linear import linear
 from .registry import Recipe, register_recipe
@@ -167,12 +176,6 @@ def _fuse_encoder(original: Any) -> type:
     return Fused
 
 
-def _layer_children(layer: Any) -> list[nn.Module]:
-    """What a fused layer runs; the two outputs get a recipe of their own, for the calls that fall back."""
-    outputs = (layer.attention.output, layer.output)
-    return [inner for inner in _LAYER.covers(layer) if not any(inner is output for output in outputs)]
-
-
 def _projections(layer: Any) -> list[nn.Module]:
     attention = layer.attention.self
     return [attention.query, attention.key, attention.value, layer.attention.output.dense]
@@ -188,7 +191,7 @@ register_recipe(
 register_recipe(
     Recipe(
         "bert.layer", _LAYER.recognise, _fuse_layer,
-        "projections, attention, sum and LayerNorm, feed-forward, sum and LayerNorm", _layer_children,
+        "projections, attention, sum and LayerNorm, feed-forward, sum and LayerNorm", inside(_LAYER),
         projects=_projections,
     ),
     first=False,

@@ -35,6 +35,16 @@ _FEED_FORWARD = Known(
 )
 
 
+def inside(known: Known) -> Callable[[Any], list[nn.Module]]:
+    """What a fused layer runs; its two outputs get a recipe of their own, for the calls that fall back."""
+
+    def children(layer: Any) -> list[nn.Module]:
+        outputs = (layer.attention.output, layer.output)
+        return [inner for inner in known.covers(layer) if not any(inner is output for output in outputs)]
+
+    return children
+
+
 def _fuse_output(original: Any) -> type:
     class Fused(original):
         def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..nn.packed import Packed
 from . import huggingface
-from .bert_output import INTERMEDIATE, OUTPUT, add_norm, feed_forward
+from .bert_output import INTERMEDIATE, OUTPUT, add_norm, feed_forward, inside
 from .deberta_attention import Places, self_attention
-from .huggingface_packed import WHAT, packing, why_not_call
+from .huggingface_packed import WHAT, by_name, packing, why_not_call
 from .known import Known
 from .linear import linear
 from .registry import Recipe, register_recipe
@@ -135,9 +135,8 @@ def _fuse_model(original: Any) -> type:
     class Fused(original):
         @functools.wraps(original.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            told = {**dict(zip(names, args, strict=False)), **kwargs}
-            twice = len(told) < len(args) + len(kwargs)  # an argument was given twice, or there are too many
-            packed = None if twice else _packing(self, told)
+            told = by_name(names, args, kwargs)
+            packed = _packing(self, told)
             if packed is None:
                 return super().forward(*args, **kwargs)
             given = {name: told.get(name) for name in ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")}
@@ -170,12 +169,6 @@ def _encoder(encoder: Any, x: Tensor, packed: Packed) -> Tensor:
     return y
 
 
-def _layer_children(layer: Any) -> list[nn.Module]:
-    """What a fused layer runs; the two outputs get a recipe of their own, for the calls that fall back."""
-    outputs = (layer.attention.output, layer.output)
-    return [inner for inner in _LAYER.covers(layer) if not any(inner is output for output in outputs)]
-
-
 def _projections(layer: Any) -> list[nn.Module]:
     attention = layer.attention.self
     return [attention.query_proj, attention.key_proj, attention.value_proj, layer.attention.output.dense]
@@ -185,7 +178,7 @@ register_recipe(Recipe("deberta.model", _recognise_model, _fuse_model, WHAT, pac
 register_recipe(
     Recipe(
         "deberta.layer", _LAYER.recognise, _fuse_layer,
-        "projections, attention, sum and LayerNorm, feed-forward, sum and LayerNorm", _layer_children,
+        "projections, attention, sum and LayerNorm, feed-forward, sum and LayerNorm", inside(_LAYER),
         projects=_projections,
     )
 )  # fmt: skip

@@ -78,7 +78,7 @@ def _fuse(original: Any) -> type:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             told = {**dict(zip(names, args, strict=False)), **kwargs}
             reason = None
-            if _count_padding(told, shifts):
+            if count_padding(told, shifts):
                 reason = "its labels count padding, which -100 would leave out"
             elif _keeps_padding(told):
                 reason = "logits of padding are asked for, as of the last token"
@@ -92,7 +92,7 @@ def _fuse(original: Any) -> type:
     return Fused
 
 
-def _count_padding(told: dict[str, Any], shifts: bool) -> bool:
+def count_padding(told: dict[str, Any], shifts: bool) -> bool:
     """Whether labels, one a token, ask for what is computed at a position of padding; ``shifts``: at the one before."""
     mask = told.get("attention_mask")
     given = {name: told[name] for name in _LABELS if isinstance(told.get(name), Tensor)}
@@ -101,7 +101,7 @@ def _count_padding(told: dict[str, Any], shifts: bool) -> bool:
     padding = mask == 0
     for name, labels in given.items():
         if labels.shape == mask.shape:
-            counted = labels != _IGNORED
+            counted = labels.to(mask.device) != _IGNORED
             foretold = name == "labels" and shifts and bool((counted[:, 1:] & padding[:, :-1]).any())
             if foretold or bool((counted & padding).any()):
                 return True

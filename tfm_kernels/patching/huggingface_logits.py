@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from .._transformers import is_model
 from ..nn._bypass import plain, plain_linear
 from . import guard, packed
+from .huggingface_heads import count_padding
 from .huggingface_packed import is_row_by_row
 from .source import says
 
-_IGNORED = -100  # of transformers' losses
 _NOT_FOR_FEATURES = ("labels", "shift_labels", "logits_to_keep")
 Step = str | Callable[[nn.Module, Tensor], Tensor]
 
@@ -116,7 +116,7 @@ class Split:
         if "use_cache" in signature.parameters:
             told.setdefault("use_cache", False)  # nobody would see it
         base = guard.child(self.model, self.head.base)
-        if _counts_padding(told.get("attention_mask"), targets):
+        if count_padding({"attention_mask": told.get("attention_mask"), "labels": targets}, shifts=False):
             with packed.padded("targets count padding, which -100 would leave out"):
                 return base(**told)[0]
         return base(**told)[0]
@@ -148,9 +148,3 @@ def split(model: Any) -> Split | None:
 
 def _takes_rows(module: Any) -> bool:
     return isinstance(module, nn.Module) and is_row_by_row(module) and not guard.hooked(module)
-
-
-def _counts_padding(mask: object, targets: Tensor) -> bool:
-    if not isinstance(mask, Tensor) or mask.shape != targets.shape or guard.tracing(mask, targets):
-        return False
-    return bool(((mask == 0) & (targets.to(mask.device) != _IGNORED)).any())

@@ -103,9 +103,7 @@ def register_model(
         class Fused(original):
             @functools.wraps(original.forward)
             def forward(self, *args: Any, **kwargs: Any) -> Any:
-                told = {**dict(zip(names, args, strict=False)), **kwargs}
-                if len(told) < len(args) + len(kwargs):  # an argument was given twice, or there are too many
-                    return super().forward(*args, **kwargs)
+                told = by_name(names, args, kwargs)
                 reason = functools.partial(_why_not_packed, why_not, told)
                 packed = packing(self, told, self.layers, why_not_layer, reason, causal)
                 if packed is None:
@@ -124,6 +122,12 @@ def register_model(
 
     register_recipe(Recipe(name, recognise, fuse, WHAT, packs=True), first=False)
     swap.on_load[name] = huggingface.register
+
+
+def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a call is told; nothing where an argument is given twice or there are too many, which its code refuses."""
+    told = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {} if len(told) < len(args) + len(kwargs) else told
 
 
 def _has_recipes(layer: Any, attention: str) -> bool:
